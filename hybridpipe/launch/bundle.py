@@ -73,7 +73,7 @@ def requirements(extras: str) -> tuple[str, ...]:
 
 
 def horovod_lines() -> tuple[str, list[str]]:
-    """Return Horovod's requirement line, and those of what it and its build need."""
+    """Return Horovod's requirement line, with its hash, and those of what it and its build need."""
     lines = [line for line in HOROVOD.read_text().splitlines() if not line.startswith("#")]
     return lines[0], lines[1:]
 
@@ -191,8 +191,8 @@ def _check_left_out(path: Path, name: str, lines: Iterable[str], bare: bool) -> 
 
 
 def _python(text: str) -> str:
-    if text not in ("3.11", "3.12"):
-        raise argparse.ArgumentTypeError(f"must be 3.11 or 3.12, got {text!r}")
+    if text not in ("3.11", "3.12", "3.13", "3.14"):
+        raise argparse.ArgumentTypeError(f"must be 3.11 to 3.14, got {text!r}")
     return text
 
 
@@ -204,7 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     make.add_argument("folder", metavar="DIR", type=Path, help="the folder to make")
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    make.add_argument("--python", type=_python, default=here, help="3.11 or 3.12, as where it is used")
+    make.add_argument("--python", type=_python, default=here, help="3.11 to 3.14, as where it is used")
     make.add_argument(
         "--platform", default=this_platform(), metavar="manylinux_2_N_MACHINE", help="2.N is the glibc"
     )

@@ -24,7 +24,7 @@ from hybridpipe import environment
 from hybridpipe.errors import REMEDIES, TRAINING
 from hybridpipe.launch import gpus, mpirun
 
-TORCH_FROM, TORCH_BELOW = (2, 6), (2, 14)  # as in pyproject.toml, which says why
+TORCH_FROM, TORCH_BELOW = (2, 6), (2, 16)  # as in pyproject.toml, which says why
 SETUP = "run hybridpipe setup"
 DEADLINE_SECONDS = 60.0
 
@@ -77,11 +77,11 @@ def check(name: str, advice: str, needed: bool = True) -> Callable[[Callable[[],
 # ---- Alone ---------------------------------------------------------------------------------------------
 
 
-@check("Python", "install hybridpipe into an environment of Python 3.11 or 3.12")
+@check("Python", "install hybridpipe into an environment of Python 3.11 to 3.14")
 def python_version() -> str:
-    """Check that Python is 3.11 or 3.12."""
-    if not (3, 11) <= sys.version_info[:2] < (3, 13):
-        raise Problem(f"{platform.python_version()} is not 3.11 or 3.12")
+    """Check that Python is 3.11 to 3.14."""
+    if not (3, 11) <= sys.version_info[:2] < (3, 15):
+        raise Problem(f"{platform.python_version()} is not 3.11 to 3.14")
     return f"{platform.python_version()} at {sys.executable}"
 
 

@@ -128,8 +128,11 @@ class _Pip:
                 "build",
             )
             for line in lines:
+                file = Path(folder) / "source.txt"  # pip takes a hash from a file only
+                file.write_text(line)
+                name = package_name(line)
                 self._download(
-                    python, "--no-build-isolation", "--no-deps", "--no-binary", package_name(line), line
+                    python, "--no-build-isolation", "--no-deps", "--no-binary", name, "-r", str(file)
                 )
 
     def _download(self, python: str, *words: str) -> None:

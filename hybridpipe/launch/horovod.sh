@@ -4,7 +4,7 @@
 # Invariant: a build with CUDA that cannot be made is an error; none goes without CUDA unless torch has none
 # or --cuda off was said.
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-HOROVOD=$(sed -n 's/^horovod==//p' "$scripts/horovod.txt")
+HOROVOD=$(sed -n 's/^horovod==\([^ ]*\).*/\1/p' "$scripts/horovod.txt")
 GPU_FLAGS='^HOROVOD_GPU_(OPERATIONS|ALLREDUCE|ALLGATHER|BROADCAST|ALLTOALL|REDUCESCATTER)='
 
 # ---- What is to be built ---------------------------------------------------------------------------
@@ -130,9 +130,24 @@ use_cuda() {  # use_cuda BUILD: the toolkit, NCCL and the flags for them
   done
 }
 
-patch_horovod() {  # torch's headers want C++20 and nvcc C++17; the driver's library always has its number
+get_horovod() {  # get_horovod BUILD: its sources; pip compares their hash before it runs anything of them
+  grep '^horovod==' "$scripts/horovod.txt" >"$1/horovod.txt" &&
+  "$1/venv/bin/python" -m pip download --progress-bar off --no-build-isolation --no-deps --no-binary horovod -d "$1" -r "$1/horovod.txt" ||
+    { echo "error: pip finds no source of Horovod $HOROVOD with the hash in horovod.txt: choose another index (PIP_INDEX_URL)"; return 1; }
+  tar -xzf "$1/horovod-$HOROVOD.tar.gz" -C "$1"
+}
+
+patch_horovod() {  # what compilers, torch and Python want that are younger than these sources
+  # torch's headers want C++20, nvcc C++17.
   sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' CMakeLists.txt horovod/torch/CMakeLists.txt &&
   sed -i 's/CMAKE_CUDA_STANDARD 11/CMAKE_CUDA_STANDARD 17/' horovod/common/ops/cuda/CMakeLists.txt &&
+  # From g++ 13 on the standard headers bring less of each other: all sources get what some forgot.
+  sed -i 's/-fPIC -Wall -ftree-vectorize/& -include cstdint -include string/' CMakeLists.txt &&
+  # From g++ 14 on an assignment to a constant is an error even where nobody calls it.
+  sed -i 's/const size_type count_;/size_type count_;/' third_party/flatbuffers/include/flatbuffers/stl_emulation.h &&
+  # Python has no distutils from 3.12 on.
+  sed -i 's/from distutils.spawn import find_executable/from shutil import which as find_executable/' horovod/runner/js_run.py &&
+  # The driver's library always has its number.
   sed -i 's/"libcuda.so"/"libcuda.so.1"/' horovod/torch/cuda_util.cc &&
   { [ "$CUDA" ] || sed -i 's/CUDA_HOME is not None/False/' cmake/Modules/FindPytorch.cmake; }
 }
@@ -151,8 +166,7 @@ build_horovod() (  # build_horovod DIRECTORY: leaves the wheel there
     HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
     HOROVOD_WITH_MPI=1 HOROVOD_WITHOUT_GLOO=1 &&
   if [ "$CUDA" ]; then use_cuda "$build"; fi &&
-  python -m pip download --progress-bar off --no-build-isolation --no-deps --no-binary horovod -d "$build" "horovod==$HOROVOD" &&
-  tar -xzf "$build"/horovod-*.tar.gz -C "$build" && cd "$build/horovod-$HOROVOD" && patch_horovod &&
+  get_horovod "$build" && cd "$build/horovod-$HOROVOD" && patch_horovod &&
   python -m pip wheel --progress-bar off --no-cache-dir --no-build-isolation --no-deps -v -w ../wheel . &&
   # Moved in one piece: another environment never sees half a wheel.
   mkdir -p "$1" && mv "$build"/wheel/*.whl "$1/"

@@ -77,11 +77,11 @@ see_packages_of() {  # see_packages_of OUTER INNER: one environment's packages b
 
 # ---- What cannot work is said before anything is done ---------------------------------------------
 
-usable() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
+usable() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null; }
 version() { "$1" -V 2>&1 | tail -n 1 || true; }
 
 check_machine() {  # check_machine PYTHON: the one that runs, or makes, the environment
-  usable "$1" || die "needs Python 3.11 or 3.12, and $1 is '$(version "$1")': $another_python"
+  usable "$1" || die "needs Python 3.11 to 3.14, and $1 is '$(version "$1")': $another_python"
   "$1" -c 'import venv, ensurepip' 2>/dev/null ||
     die "$1 has no venv module: sudo apt install python3-venv (without root: a conda or pyenv python)"
   "$1" -c 'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null ||
@@ -156,7 +156,7 @@ while [ $# -gt 0 ]; do
   take_option "$1" "${2:-}" || die "unknown option $1; allowed: --cuda off|staged|nccl, --from DIR"
   shift 2
 done
-another_python='install hybridpipe into an environment of Python 3.11 or 3.12 (conda, pyenv)'
+another_python='install hybridpipe into an environment of Python 3.11 to 3.14 (conda, pyenv)'
 another_disk='use an environment on another disk'
 env=$("$python" -c 'import sys; print(sys.prefix)')
 cd "$env"                       # nothing in the caller's folder is taken for a package

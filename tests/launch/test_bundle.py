@@ -173,7 +173,7 @@ def test_a_bundle_runs_on_the_oldest_system_that_its_wheels_allow(tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--python", "3.10"], "must be 3.11 or 3.12, got '3.10'"),
+        (["--python", "3.10"], "must be 3.11 to 3.14, got '3.10'"),
         (["--extras", "docs"], "invalid choice: 'docs'"),
         (["--platform", "win32"], "bundle: --platform must be manylinux_2_N_MACHINE"),
         ([], "is there already: remove it, or name another folder"),

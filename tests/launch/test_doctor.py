@@ -97,8 +97,8 @@ def test_mpi_missing(shadow):
 
 
 def test_torch_out_of_range(shadow):
-    done = examine(**shadow("torch", "__version__ = '2.14.0'"))
-    failed(done, "torch", "2.14.0 is not torch>=2.6,<2.14", "pip install")
+    done = examine(**shadow("torch", "__version__ = '2.16.0'"))
+    failed(done, "torch", "2.16.0 is not torch>=2.6,<2.16", "pip install")
 
 
 def test_gpus_that_horovod_cannot_average_on():

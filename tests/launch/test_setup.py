@@ -5,6 +5,7 @@ launch/test shows the rest.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def refusal(machine, *arguments, script="launch/setup", **env):
 
 def test_an_old_python(machine):
     old = program(machine / "bin/python3", "[ $1 = -V ] && echo Python 3.9.2; exit 1")
-    message = "needs Python 3.11 or 3.12, and {} is 'Python 3.9.2': set PYTHON=/path/to/python3.11"
+    message = "needs Python 3.11 to 3.14, and {} is 'Python 3.9.2': set PYTHON=/path/to/python3.11"
     assert message.format(old) in refusal(machine, PYTHON=old)
     assert message.format("python3") in refusal(machine, PYTHON="")
 
@@ -280,6 +281,64 @@ def test_the_command_refuses_in_the_same_words(machine, missing, message):
     lines = f"*sys.prefix*) echo {machine}; exit;; {missing}) exit 1;;"
     python = program(machine / "bin/python", f'case "$2" in {lines} esac; exec {sys.executable} "$@"')
     assert message in refusal(machine, python, script=PACKAGED)
+
+
+# ---- Horovod's sources ------------------------------------------------------------------------------------
+
+
+def horovod_sh(words, **env):
+    """Run functions of horovod.sh, beside a Python whose pip has no index."""
+    script = f"scripts={REPOSITORY}; . {REPOSITORY}/hybridpipe/launch/horovod.sh; {words}"
+    env = {"PATH": os.environ["PATH"], "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull} | env
+    return subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_another_archive_is_refused_before_anything_of_it_runs(tmp_path):
+    """pip asks a source for its name, so a hash that is compared after the download comes too late."""
+    ran, sources = tmp_path / "ran", tmp_path / "index/horovod-0.28.1"
+    sources.mkdir(parents=True)
+    (sources / "setup.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    (sources / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    shutil.make_archive(str(sources), "gztar", sources.parent, sources.name)
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    program(tmp_path / "venv/bin/python", f'exec {sys.executable} "$@"')
+    done = horovod_sh(f"get_horovod {tmp_path}", PIP_FIND_LINKS=sources.parent.as_uri())
+    assert done.returncode == 1 and not ran.exists()
+    expected = (
+        "error: pip finds no source of Horovod 0.28.1 with the hash in horovod.txt: choose another index"
+    )
+    assert [line for line in done.stdout.splitlines() if "error:" in line][-1].startswith(expected)
+    assert "DO NOT MATCH THE HASHES" in done.stderr
+
+
+def test_sources_that_forgot_a_standard_header_compile(tmp_path):
+    """group_table.h names std::string, which from g++ 13 on no other header of it brings."""
+    lines = {
+        "CMakeLists.txt": "cmake_minimum_required(VERSION 3.13)\nset(CMAKE_CXX_STANDARD 14)\n"
+        'set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -pthread -fPIC -Wall -ftree-vectorize")\n',
+        "third_party/flatbuffers/include/flatbuffers/stl_emulation.h": "typedef int size_type;\n"
+        "struct span {\n  void assign(const span &other) { count_ = other.count_; }\n"
+        "  const size_type count_;\n};\n",
+        "horovod/runner/js_run.py": "from distutils.spawn import find_executable\n",
+    }
+    others = ["torch/CMakeLists.txt", "common/ops/cuda/CMakeLists.txt", "torch/cuda_util.cc"]
+    lines |= {f"horovod/{name}": "" for name in others} | {"cmake/Modules/FindPytorch.cmake": ""}
+    for name, text in lines.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "group_table.cc").write_text("std::string name; std::uint32_t number;\n#include SPAN\n")
+    done = horovod_sh(f"cd {tmp_path} && CUDA= && patch_horovod")
+    assert done.returncode == 0, done.stderr
+    cmake = (tmp_path / "CMakeLists.txt").read_text()
+    flags = re.search(r"CMAKE_CXX_FLAGS\} (.*)\"", cmake)[1].split()
+    standard = re.search(r"CMAKE_CXX_STANDARD (\d+)", cmake)[1]
+    header = tmp_path / "third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
+    command = ["g++", f"-std=c++{standard}", *flags, f'-DSPAN="{header}"']
+    compiled = subprocess.run(
+        [*command, "-fsyntax-only", tmp_path / "group_table.cc"], capture_output=True, text=True, timeout=60
+    )
+    assert compiled.returncode == 0, compiled.stderr
+    assert "distutils" not in (tmp_path / "horovod/runner/js_run.py").read_text()
 
 
 @pytest.mark.skipif(Path(sys.prefix) != REPOSITORY / ".venv", reason="not in launch/setup's .venv")
