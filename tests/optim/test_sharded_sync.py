@@ -1,4 +1,4 @@
-"""Buckets whose sums go to parts, with a fake Horovod whose other replica has the same gradients."""
+"""Buckets whose sums go to parts, with collectives whose other replica has the same gradients."""
 
 import pytest
 import torch
@@ -9,40 +9,44 @@ from hybridpipe.optim.sharded_sync import MOST_IN_FLIGHT, ShardedSync
 from hybridpipe.optim.shards import Shards
 
 
-class Handle:
-    def __init__(self, name, outputs):
-        self.name, self.outputs = name, outputs
+class Replicas:
+    """A communicator of two replicas; the other one says the same."""
+
+    ranks = (0, 1)
+
+    def bcast(self, said):
+        return said
 
 
-class Horovod:
+class Work:
+    def __init__(self, collectives, results):
+        self.collectives, self.results = collectives, results
+
+    def wait(self):
+        self.collectives.under_way -= 1
+        return self.results
+
+
+class Collectives:
     """Doubles what it sums, and notes how many reductions are under way."""
 
-    Sum = "sum"
-
-    def __init__(self, rank):
+    def __init__(self, rank, is_ordered):
         self.rank, self.names, self.under_way, self.most = rank, [], 0, 0
+        self.is_ordered = is_ordered
 
-    def grouped_allreduce_async_(self, tensors, name, op):
+    def all_reduce(self, tensors, name):
         return self.started(name, [tensor.mul_(2) for tensor in tensors])
 
-    def grouped_reducescatter_async(self, tensors, name, op):
-        (rows,) = tensors
+    def reduce_scatter(self, rows, name):
         return self.started(name, [rows[self.rank : self.rank + 1] * 2])
 
-    def started(self, name, outputs):
+    def started(self, name, results):
         self.names.append(name)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        return Handle(name, outputs)
+        return Work(self, results)
 
-    def poll(self, handle):
-        return True
-
-    def synchronize(self, handle):
-        self.under_way -= 1
-        return handle.outputs
-
-    def shutdown(self):
+    def close(self):
         pass
 
 
@@ -57,17 +61,10 @@ def model() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def make(monkeypatch, net, rank=0, scatters=True, frees=False, compression="none", **options):
-    hvd = Horovod(rank)
-    monkeypatch.setattr(gradient_sync, "horovod", lambda _: hvd)
-    shards = Shards(net.parameters(), rank, 2, None, frees=frees)
-    return (
-        ShardedSync(
-            list(net.parameters()), None, shards, scatters, frees, compression=compression, **options
-        ),
-        shards,
-        hvd,
-    )
+def make(net, rank=0, scatters=True, frees=False, compression="none", is_ordered=False, **options):
+    collectives, shards = Collectives(rank, is_ordered), Shards(net.parameters(), rank, 2, None, frees=frees)
+    given = list(net.parameters()), Replicas(), collectives, shards, scatters, frees
+    return ShardedSync(*given, compression=compression, **options), shards, collectives
 
 
 def backward(net, sync=None) -> None:
@@ -81,9 +78,9 @@ def backward(net, sync=None) -> None:
 @pytest.mark.parametrize("scatters", [False, True])
 @pytest.mark.parametrize("frees", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_part_gets_the_sum_of_its_elements(monkeypatch, scatters, frees, rank):
+def test_a_part_gets_the_sum_of_its_elements(scatters, frees, rank):
     net, single = model(), model()
-    sync, shards, _ = make(monkeypatch, net, rank, scatters, frees)
+    sync, shards, _ = make(net, rank, scatters, frees)
     backward(single)
     backward(net, sync)
     sync.finish()
@@ -97,9 +94,9 @@ def test_a_part_gets_the_sum_of_its_elements(monkeypatch, scatters, frees, rank)
 
 
 @pytest.mark.parametrize("scatters", [False, True])
-def test_a_parameter_without_a_gradient_leaves_none(monkeypatch, scatters):
+def test_a_parameter_without_a_gradient_leaves_none(scatters):
     net = model()
-    sync, shards, _ = make(monkeypatch, net, scatters=scatters)
+    sync, shards, _ = make(net, scatters=scatters)
     for p in net[0].parameters():
         p.requires_grad = False
     sync.renew()
@@ -112,40 +109,40 @@ def test_a_parameter_without_a_gradient_leaves_none(monkeypatch, scatters):
 
 
 @pytest.mark.parametrize("scatters", [False, True])
-def test_gradients_are_freed_within_the_backward(monkeypatch, scatters):
+def test_gradients_are_freed_within_the_backward(scatters):
     net = model()
-    sync, _, hvd = make(monkeypatch, net, scatters=scatters, frees=True)
+    sync, _, collectives = make(net, scatters=scatters, frees=True)
     most = []
     for layer in net:
         layer.register_full_backward_hook(
             lambda *_: most.append(sum(p.grad is not None for p in net.parameters()))
         )
     backward(net, sync)
-    assert hvd.most == MOST_IN_FLIGHT + 1, "one fills the place of the oldest"
+    assert collectives.most == MOST_IN_FLIGHT + 1, "one fills the place of the oldest"
     assert max(most) <= 2 * (MOST_IN_FLIGHT + 2)
     sync.finish()
-    assert hvd.under_way == 0 and len(hvd.names) == len(set(hvd.names))
+    assert collectives.under_way == 0 and len(collectives.names) == len(set(collectives.names))
 
 
-def test_buckets_start_in_one_order_on_all_replicas(monkeypatch):
+def test_buckets_start_in_one_order_on_all_replicas():
     """A bucket that does not fill here, but on another replica, keeps later ones waiting for `finish`."""
     net = model()
-    sync, _, hvd = make(monkeypatch, net, frees=True)
+    sync, _, collectives = make(net, frees=True)
     backward(net, sync)
     sync.finish()
-    order, hvd.names = hvd.names, []
+    order, collectives.names = collectives.names, []
     sync.begin_final_backward()
     for p in [*net[6].parameters(), *net[0].parameters()]:  # the last layer has no gradient
         p.sum().backward()
-    assert hvd.names == []
+    assert collectives.names == []
     sync.finish()
-    assert hvd.names == order
+    assert collectives.names == order
 
 
-def test_sums_that_are_needed_whole_wait_for_the_reduction_that_completes(monkeypatch):
+def test_sums_that_are_needed_whole_wait_for_the_reduction_that_completes():
     net = model()
     shared, late = net[0].weight, net[2].weight
-    sync, shards, hvd = make(monkeypatch, net, frees=True, shared=[shared], late=[late])
+    sync, shards, collectives = make(net, frees=True, shared=[shared], late=[late])
     for completes in (False, True):
         backward(net, sync)
         sync.finish(completes)
@@ -153,17 +150,17 @@ def test_sums_that_are_needed_whole_wait_for_the_reduction_that_completes(monkey
     expected = model()
     backward(expected), backward(expected)
     assert torch.equal(shared.grad, 2 * expected[0].weight.grad)
-    assert sum(name.startswith("bucket") for name in hvd.names) == 1
+    assert sum(name.startswith("bucket") for name in collectives.names) == 1
     shards.take()
     part = shards.ranges[shared]
     held = shards.parts[shared].grad
     assert torch.equal(held, 2 * expected[0].weight.grad.view(-1)[part.start : part.stop])
 
 
-def test_a_sparse_gradient_that_nobody_expects_is_made_dense(monkeypatch):
+def test_a_sparse_gradient_that_nobody_expects_is_made_dense():
     """Of torch.nn.functional.embedding(sparse=True), which no module tells of."""
     net = model()
-    sync, shards, _ = make(monkeypatch, net)
+    sync, shards, _ = make(net)
     p = net[0].weight
     p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 9), (9, 9), check_invariants=True)
     sync.finish()
@@ -176,10 +173,10 @@ def test_a_sparse_gradient_that_nobody_expects_is_made_dense(monkeypatch):
 @pytest.mark.parametrize(
     "dtype, compression, on_wire", [("bfloat16", "none", 4), ("float32", "fp16", 2), ("float64", "fp16", 8)]
 )
-def test_types_on_the_wire(monkeypatch, dtype, compression, on_wire):
+def test_types_on_the_wire(dtype, compression, on_wire):
     """Horovod has no sum of bfloat16; float16 holds three digits."""
     net = model().to(getattr(torch, dtype))
-    sync, shards, _ = make(monkeypatch, net, compression=compression)
+    sync, shards, _ = make(net, compression=compression)
     for p in net.parameters():
         p.grad = torch.full_like(p, 0.3)
     sync.finish()
