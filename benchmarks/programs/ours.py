@@ -1,9 +1,11 @@
 """hybridpipe; the variant is auto, auto-pipedream, dp, 1f1b, pipedream (stages at `cuts`) or a plan's path.
 
-Variants dp-1 and dp-1-scatter share out the update (`StageSpec.zero`), and dp-auto chooses whether to. The
-variants with auto write DIR/plan.json, profile.json and cluster.json beside the report.
+Variants dp-1 and dp-1-scatter share out the update (`StageSpec.zero`), and dp-auto chooses whether to. Under
+dp:horovod, dp:mpi and dp:torch that backend sums gradients; dp:auto measures them and chooses. The variants
+with auto write DIR/plan.json, profile.json and cluster.json beside the report.
 """
 
+import re
 import time
 from itertools import pairwise
 
@@ -17,10 +19,10 @@ from hybridpipe.training.trainer import Trainer
 
 def plan(job: Job, num_layers: int) -> Plan | str:
     """Return the plan of the variant. Under `dp` a rank's share is one microbatch, as in DDP and Horovod."""
-    if job.variant == "dp-auto":
+    if job.variant in ("dp-auto", "dp:auto"):
         return "dp"
-    if job.variant.partition("-")[0] == "dp":
-        _, zero, scatter = f"{job.variant}-0-".split("-")[:3]
+    if re.split("[-:]", job.variant)[0] == "dp":
+        _, zero, scatter = f"{job.variant.partition(':')[0]}-0-".split("-")[:3]
         way = Variant(zero=int(zero), scatter=scatter == "scatter")
         return Plan.data_parallel(num_layers, job.ranks, job.ranks, "1f1b").running([way])
     if job.variant in ("1f1b", "pipedream"):
@@ -41,6 +43,7 @@ def main() -> None:
         plan=chosen,
         minibatch_size=job.minibatch,
         precision=job.precision,
+        sync=job.variant.partition(":")[2] or "auto",
         **options(job) if chosen in ("auto", "dp") else {},
     )
 
@@ -62,6 +65,7 @@ def main() -> None:
     memory = {name: summary.get(name) for name in ("peak_memory_bytes", "memory_before_bytes")}
     job.report(
         plan=f"{used.name}, {used.schedule}, {used.num_microbatches}",
+        sync=used.sync,
         zero=f"zero = {used.zero_of(0)}" + ", reduce-scatter" * used.scatters(0),
         processor=[after - before for before, after in pairwise(processor[:-1])],  # the last come together
         rank_seconds=traced.per_minibatch() if traced else {},
@@ -72,6 +76,8 @@ def main() -> None:
 
 def options(job: Job) -> dict:
     """Return the options of a plan that is searched for: the schedule, or any synchronous one."""
+    if job.variant == "dp:auto":
+        return {"microbatch_size": job.minibatch // job.ranks}
     if job.variant == "dp-auto":
         return {"zero": "auto", "microbatch_size": job.minibatch // job.ranks}
     return {"schedule": "pipedream" if job.variant == "auto-pipedream" else "auto"}
