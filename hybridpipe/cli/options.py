@@ -40,7 +40,9 @@ def add_doctor(command: Command) -> None:
 
 def add_setup(command: Command) -> None:
     """Add `setup`."""
-    setup = command("setup", "install an MPI if there is none, and build Horovod against it and torch where it can")
+    setup = command(
+        "setup", "install an MPI if there is none, and build Horovod against it and torch where it can"
+    )
     setup.add_argument(
         "--horovod",
         choices=("required", "auto", "off"),
