@@ -97,13 +97,13 @@ no_venv() { echo "has no venv module: sudo apt install python3-venv (without roo
 headers() { "$1" -c 'import os, sysconfig; path = sysconfig.get_paths()["include"]; os.stat(path + "/Python.h"); print(path)' 2>/dev/null; }
 
 lacks() {  # lacks PYTHON: prints what a build of Horovod needs and this machine does not have, with the remedy
-  if ! headers "$1" >/dev/null; then
-    echo "$1 has no C headers: sudo apt install python3-dev (without root: a conda or pyenv python)"
-  elif ! type -P ${cxx%% *} >/dev/null; then
-    echo "no C++ compiler (${cxx%% *}): sudo apt install g++ make (without root: conda install gxx make, or module load gcc)"
+  if ! type -P ${cxx%% *} >/dev/null; then
+    echo "no C++ compiler (${cxx%% *}): sudo apt install g++ make python3-dev (without root: conda install gxx make, or module load gcc)"
   elif ! echo '#include <concepts>' | $cxx -std=c++20 -x c++ -fsyntax-only - 2>/dev/null; then
     echo "$($cxx --version | head -n 1) knows no C++20: set CXX to g++ 10 or newer (module load gcc)"
   elif ! type -P make >/dev/null; then echo "no make: sudo apt install make (without root: conda install make)"
+  elif ! headers "$1" >/dev/null; then
+    echo "$1 has no C headers: sudo apt install python3-dev (without root: a conda or pyenv python)"
   elif ! has_venv "$1"; then echo "$1 $(no_venv)"
   fi
 }
