@@ -135,7 +135,8 @@ finished() {  # finished STAMP...: is there all that a set-up makes; STAMP is a 
       key=$(tried_key)
     fi
   fi
-  "$@"
+  "$@" || return
+  [ "$horovod" = "$(cat "$horovod_choice" 2>/dev/null)" ] || echo "$horovod" >"$horovod_choice"
 }
 plain_key() {  # all that a set-up without Horovod depends on
   echo "without Horovod" && mpi_name && "$python" -c 'import sysconfig; from importlib.metadata import version

@@ -20,6 +20,7 @@ UNSHARE = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
 ENTER = r"""
 root=$1; shift
 mount -t proc proc "$root/proc"
+mount --rbind /sys "$root/sys"
 mount --rbind /dev "$root/dev"
 mount -t tmpfs tmpfs "$root/dev/shm"
 while [ "$1" != -- ]; do
@@ -88,7 +89,8 @@ def _make(root: Path, suite: str, packages: list[str], log: Path) -> None:
     keys = root / "etc/apt/trusted.gpg.d"  # a mirror may sign with keys of its own
     for key in Path("/etc/apt/trusted.gpg.d").glob("*"):
         shutil.copy(key, keys)
-    install = f"apt-get update -q; apt-get install -qy --no-install-recommends {' '.join(packages)}"
+    update = "apt-get update -q -o Acquire::Check-Valid-Until=false"  # a mirror may lag behind
+    install = f"{update}; apt-get install -qy --no-install-recommends {' '.join(packages)}"
     script = f"set -e; export DEBIAN_FRONTEND=noninteractive; {install}; useradd -u {USER} -m user"
     if code := _enter(root, {}, [str(root), "bash", "-c", script], log):
         raise RuntimeError(f"{suite}: installing {packages} failed with exit code {code}: see {log}")

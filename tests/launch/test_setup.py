@@ -156,6 +156,12 @@ def test_what_was_said_of_horovod_is_remembered(machine):
     assert told(machine, f"take_option --horovod auto; {asks}") == "auto, \n"
 
 
+def test_what_is_said_of_horovod_is_remembered_where_nothing_else_is_to_be_done(machine):
+    done = "plain_key() { echo key; }; touch $stamps; decide $python; finished true; cat $horovod_choice"
+    (machine / "bin/touch").symlink_to(shutil.which("touch"))
+    assert told(machine, f"take_option --horovod off; {done}") == "off\n"
+
+
 BUILD = """
 choose_cuda() { CUDA=; }; check_cuda() { true; }; horovod_key() { echo Horovod for $torch; }
 horovod_is_there() { false; }; is_built() { false; }; python=true
