@@ -151,7 +151,7 @@ attempt() {  # attempt WORDS COMMAND...: runs the command quietly; when it fails
   say "$1 ..."; shift
   local before; before=$(wc -l <"$log")
   "$@" >>"$log" 2>&1 && return
-  errors=$(tail -n +$((before + 1)) "$log" | grep -A 2 -E 'rror(:| at )' | head -n 15 || true)
+  errors=$(tail -n +$((before + 1)) "$log" | grep -A 2 -E '(rror|ERROR)(:| at )' | head -n 15 || true)
   [ "$errors" ] || errors=$(tail -n 20 "$log")
   return 1
 }

@@ -222,6 +222,8 @@ def test_unknown_options(machine):
         machine, "--cuda", "nccl", "--horovod", "off"
     )
     assert "--torch must be cpu, cu126 or another name" in refusal(machine, "--torch")
+    assert "--torch: no folder './nowhere'" in refusal(machine, "--torch", "./nowhere")
+    assert "--torch and --from contradict" in refusal(machine, "--torch", "cpu", "--from", ".")
     assert "--here and --system-site-packages contradict" in refusal(
         machine, "--here", "--system-site-packages"
     )
