@@ -29,7 +29,7 @@ while [ "$1" != -- ]; do
   shift 2
 done
 shift
-exec chroot "$@"
+chroot "$@"  # no exec: the first process dies with unshare, which one of another user would not
 """
 
 
