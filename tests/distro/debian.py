@@ -29,7 +29,8 @@ while [ "$1" != -- ]; do
   shift 2
 done
 shift
-chroot "$@"  # no exec: the first process dies with unshare, which one of another user would not
+chroot "$@" || exit $?  # no exec: this shell dies with unshare, as a process of another user would not
+exit 0
 """
 
 
