@@ -224,6 +224,11 @@ do_without() {
   "$python" -m pip uninstall -y horovod >>"$log" 2>&1     # one for another torch or MPI would not load
   key=$(tried_key)
 }
+say_torch_is_large() {  # where nothing here can use its CUDA, and nobody has said where to take torch from
+  [ ! "$from" ] && [ ! -e /proc/driver/nvidia ] && ! type -P nvidia-smi >/dev/null || return 0
+  ! torch_version >/dev/null 2>&1 && ! "$python" -m pip config list | grep -E '(index-url|find-links)=' >/dev/null || return 0
+  say "torch with CUDA takes 3 GB, and here is no NVIDIA driver: launch/setup${extras:+ --extras $extras} --torch cpu takes the small one"
+}
 say_left_out() {  # before anything is downloaded
   [ "$left_out" ] && [ "$horovod" = auto ] || return 0
   if horovod_is_there; then say "Horovod stays as it is: $left_out"; else say "Horovod is left out: $left_out; $INSTEAD"; fi

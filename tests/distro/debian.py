@@ -97,11 +97,16 @@ def _make(root: Path, suite: str, packages: list[str], log: Path) -> None:
         raise RuntimeError(f"{suite}: installing {packages} failed with exit code {code}: see {log}")
 
 
-def _enter(root: Path, binds: Mapping[str, str], command: list[str], log: Path) -> int:
+def entering(root: Path, binds: Mapping[str, str], command: list[str]) -> list[str]:
+    """Return the command that runs chroot's arguments in a system, with folders of this machine bound."""
     words = [word for pair in binds.items() for word in pair]
-    inner = ["bash", "-ec", ENTER, "enter", str(root), *words, "--", *command]
+    return [*UNSHARE, "bash", "-ec", ENTER, "enter", str(root), *words, "--", *command]
+
+
+def _enter(root: Path, binds: Mapping[str, str], command: list[str], log: Path) -> int:
     with log.open("ab") as out:
-        return subprocess.run(UNSHARE + inner, stdin=subprocess.DEVNULL, stdout=out, stderr=out).returncode
+        whole = entering(root, binds, command)
+        return subprocess.run(whole, stdin=subprocess.DEVNULL, stdout=out, stderr=out).returncode
 
 
 # ---- What this machine's network needs, inside as well ----------------------------------------------------

@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,18 @@ def test_the_first_commands(suite, compiler, cache, home, tmp_path):
     assert (facts["horovod"] != "–") is bool(compiler)
     keys = "system", "python", "g++", "torch", "horovod", "backend", "quickstart", "test", "commit"
     print("\n| " + " | ".join(str(facts[key]) for key in keys) + " |")
+
+
+@pytest.mark.distro
+@pytest.mark.timeout(3600)
+def test_what_is_stopped_leaves_no_process_and_no_mount(cache, home, tmp_path):
+    """A process that changes its user no longer dies with the one that made it."""
+    root = debian.made(cache, "bookworm", NEEDED, home, tmp_path / "log.txt").root
+    sleeps = [f"--userspec={debian.USER}:{debian.USER}", str(root), "bash", "-c", "sleep 1234 & sleep 1234"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run(debian.entering(root, {}, sleeps), timeout=3)
+    time.sleep(1)
+    assert str(root) not in Path("/proc/mounts").read_text()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is the kernel's
+            assert os.readlink(process / "root") != str(root)

@@ -162,6 +162,17 @@ def test_what_is_said_of_horovod_is_remembered_where_nothing_else_is_to_be_done(
     assert told(machine, f"take_option --horovod off; {done}") == "off\n"
 
 
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA driver")
+def test_a_large_torch_is_told_of_unless_another_source_is_configured(machine):
+    """pip's list was cut off once the source was found, so pip failed, and the source did not count."""
+    asks = "torch_version() { false; }; extras=test; say_torch_is_large"
+    env = {"PIP_CONFIG_FILE": "/dev/null"}
+    expected = "setup: torch with CUDA takes 3 GB, and here is no NVIDIA driver: launch/setup --extras test"
+    assert told(machine, asks, **env).startswith(expected)
+    many = {f"PIP_OPTION_{number}": "x" * 100 for number in range(1000)}
+    assert told(machine, asks, PIP_FIND_LINKS="/wheels", **env, **many) == ""
+
+
 BUILD = """
 choose_cuda() { CUDA=; }; check_cuda() { true; }; horovod_key() { echo Horovod for $torch; }
 horovod_is_there() { false; }; is_built() { false; }; python=true
