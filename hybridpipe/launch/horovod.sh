@@ -1,8 +1,8 @@
 # Builds Horovod against an environment's torch and MPI, with CUDA where torch has it. Read by setup.sh.
 #
 # Expects python, mpicxx and cxx as setup.sh has them, and cuda: what --cuda said, now or before, or empty.
-# Invariant: a build with CUDA that cannot be made is an error; none goes without CUDA unless torch has none
-# or --cuda off was said.
+# Invariant: a build with CUDA that was asked for is made, or is an error; none goes without CUDA unless torch
+# has none or --cuda off was said.
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 HOROVOD=$(sed -n 's/^horovod==\([^ ]*\).*/\1/p' "$scripts/horovod.txt")
 GPU_FLAGS='^HOROVOD_GPU_(OPERATIONS|ALLREDUCE|ALLGATHER|BROADCAST|ALLTOALL|REDUCESCATTER)='
