@@ -112,7 +112,8 @@ def test_torch_out_of_range(shadow):
 
 def test_gpus_beside_a_horovod_for_cpus():
     """A torch that sees a GPU, beside a Horovod that was built for CPUs: MPI or torch's NCCL sums."""
-    sees = "import torch\ntorch.cuda.device_count = lambda: 1\ntorch.cuda.get_device_name = lambda i: 'H100'"
+    sees = "import torch\ntorch.version.cuda = '13.0'\ntorch.cuda.device_count = lambda: 1"
+    sees += "\ntorch.cuda.get_device_name = lambda i: 'H100'"
     done = examine(f"from mpi4py import MPI\n{sees}")
     assert done.returncode == 0, done.stdout
     assert re.search(
