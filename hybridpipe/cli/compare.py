@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hybridpipe.report.folder import REPORT, report_at_end, run_folder
 from hybridpipe.report.tables import compare_table, reference_of
 
 COMPARE_FORMAT = "hybridpipe-compare/1"
+HOROVOD = "horovod"
 MEDIANS = (
     "samples_per_second",
     "predicted_samples_per_second",
@@ -41,7 +43,8 @@ def compare(
 
     Args:
         plans: values of `train --plan`.
-        baselines: names; NAME runs the script `baseline_NAME.py` beside `config`.
+        baselines: names; NAME runs the script `baseline_NAME.py` beside `config`. "horovod" is left out where
+            Horovod is not installed.
 
     Returns:
         0, or the exit code of the first failed job.
@@ -50,7 +53,7 @@ def compare(
         UserError: a baseline has no script.
     """
     commands = {plan: _train_command(config, plan, overrides) for plan in plans}
-    commands |= {name: _baseline_command(config, name, overrides) for name in baselines}
+    commands |= _baseline_commands(config, baselines, overrides)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for round_number in range(rounds):
         for name, command in commands.items():
@@ -87,6 +90,14 @@ def _plans_of(out: Path, name: str, rounds: int) -> list[Plan]:
 
 def _train_command(config: Path, plan: str, overrides: Sequence[str]) -> list[str]:
     return ["hybridpipe", "train", str(config), "--plan", plan, *_set(overrides)]
+
+
+def _baseline_commands(config: Path, names: Sequence[str], overrides: Sequence[str]) -> dict[str, list[str]]:
+    commands = {name: _baseline_command(config, name, overrides) for name in names}
+    if HOROVOD in commands and find_spec(HOROVOD) is None:
+        del commands[HOROVOD]
+        print("hybridpipe: the baseline horovod is left out: Horovod is not installed", file=sys.stderr)
+    return commands
 
 
 def _baseline_command(config: Path, name: str, overrides: Sequence[str]) -> list[str]:

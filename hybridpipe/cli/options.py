@@ -40,7 +40,15 @@ def add_doctor(command: Command) -> None:
 
 def add_setup(command: Command) -> None:
     """Add `setup`."""
-    setup = command("setup", "install an MPI if there is none, and build Horovod against it and torch")
+    setup = command(
+        "setup", "install an MPI if there is none, and build Horovod against it and torch where it can"
+    )
+    setup.add_argument(
+        "--horovod",
+        choices=("required", "auto", "off"),
+        help="auto: a Horovod that cannot be built is left out, and a line says why; off: builds none; "
+        "default: as before, else auto",
+    )
     setup.add_argument(
         "--cuda",
         choices=("off", "staged", "nccl"),

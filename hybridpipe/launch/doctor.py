@@ -27,6 +27,7 @@ from hybridpipe.launch import gpus, mpirun
 TORCH_FROM, TORCH_BELOW = (2, 6), (2, 16)  # as in pyproject.toml, which says why
 SETUP = "run hybridpipe setup"
 DEADLINE_SECONDS = 60.0
+FAIL, SLOW, ABSENT = "FAIL", "slow", "–"  # training cannot work; is slower; does without, and as well
 
 
 @dataclass(frozen=True)
@@ -38,36 +39,43 @@ class Check:
         ok: True if it passed.
         detail: the finding.
         advice: a command or a setting that helps; empty if `ok`.
-        needed: True if training cannot work without it; otherwise training is slower.
+        severity: of a failure: FAIL, SLOW or ABSENT.
     """
 
     name: str
     ok: bool
     detail: str
     advice: str = ""
-    needed: bool = True
+    severity: str = FAIL
+
+    @property
+    def prevents(self) -> bool:
+        """True if training cannot work."""
+        return not self.ok and self.severity == FAIL
 
 
 class Problem(Exception):
     """A failed check, with advice if the check's own does not fit."""
 
-    def __init__(self, detail: str, advice: str = "") -> None:
+    def __init__(self, detail: str, advice: str | None = None, severity: str = FAIL) -> None:
         super().__init__(detail)
-        self.advice = advice
+        self.advice, self.severity = advice, severity
 
 
-def check(name: str, advice: str, needed: bool = True) -> Callable[[Callable[[], str]], Callable[[], Check]]:
+def check(name: str, advice: str) -> Callable[[Callable[[], str]], Callable[[], Check]]:
     """Decorate a function that returns its finding: it then returns a `Check`, failed for any exception."""
 
     def decorate(examine: Callable[[], str]) -> Callable[[], Check]:
         @functools.wraps(examine)
         def examined() -> Check:
             try:
-                return Check(name, True, examine(), needed=needed)
+                return Check(name, True, examine())
+            except Problem as error:
+                own = advice if error.advice is None else error.advice
+                return Check(name, False, str(error), own, error.severity)
             except Exception as error:
                 detail = str(error).strip().splitlines() or [type(error).__name__]
-                missing = REMEDIES.get(getattr(error, "name", None) or "")
-                return Check(name, False, detail[0], getattr(error, "advice", missing) or advice, needed)
+                return Check(name, False, detail[0], REMEDIES.get(getattr(error, "name", None) or "", advice))
 
         return examined
 
@@ -139,12 +147,17 @@ def mpi_matches() -> str:
     return "mpirun and the library belong together"
 
 
-@check("Horovod", SETUP)
-def horovod() -> str:
-    """Check that Horovod is built with MPI and loads with torch."""
+@check("sync horovod", f"{SETUP}, or pip uninstall horovod")
+def sums_by_horovod() -> str:
+    """Check that Horovod, if it is installed, is built with MPI and loads with torch."""
     from mpi4py import MPI  # noqa: F401  before Horovod: it requests THREAD_MULTIPLE
 
-    import horovod  # isort: skip
+    try:
+        import horovod
+    except ModuleNotFoundError as error:
+        if error.name != "horovod":
+            raise
+        raise Problem("not installed, and not needed: hybridpipe setup builds it", "", ABSENT) from None
     import horovod.torch as hvd
 
     if not hvd.mpi_built():
@@ -152,30 +165,57 @@ def horovod() -> str:
     parts = ["MPI", "torch"] + ["CUDA"] * hvd.cuda_built()
     if version := hvd.nccl_built():
         parts.append(gpus.nccl_name(version))
-    return f"{horovod.__version__}, built with {', '.join(parts[:-1])} and {parts[-1]}"
+    return f"Horovod {horovod.__version__}, built with {', '.join(parts[:-1])} and {parts[-1]}"
 
 
-@check("GPUs", gpus.ADVICE)
+@check("sync mpi", SETUP)
+def sums_by_mpi() -> str:
+    """Check that mpi4py sums an array where it is."""
+    import mpi4py
+    import numpy
+    from mpi4py import MPI
+
+    ones = numpy.ones(2**10, numpy.float32)
+    MPI.COMM_SELF.Allreduce(MPI.IN_PLACE, ones)
+    if not (ones == 1).all():
+        raise Problem("an all-reduce over this process alone changed its numbers")
+    return f"MPI_Allreduce, by mpi4py {mpi4py.__version__}"
+
+
+@check("sync torch", TRAINING)
+def sums_by_torch() -> str:
+    """Say what torch.distributed can sum with."""
+    from torch import distributed
+
+    if not distributed.is_available():
+        raise Problem("this torch is built without torch.distributed, which is not needed", "", ABSENT)
+    found = ["gloo"] * distributed.is_gloo_available() + ["NCCL"] * distributed.is_nccl_available()
+    return f"torch.distributed with {' and '.join(found) or 'neither gloo nor NCCL'}"
+
+
+@check("GPUs", TRAINING)
 def graphics_processors() -> str:
-    """Check that Horovod can average what is on this machine's GPUs."""
+    """Say which GPUs this machine has, and what sums gradients on them."""
     import torch
 
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     build = _build() if names else gpus.Build(torch.version.cuda)
-    if problem := gpus.lacks_cuda(build, len(names)):
-        raise Problem(problem)
     return gpus.describe(build, names, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _build() -> gpus.Build:
-    from mpi4py import MPI  # noqa: F401  before Horovod: it requests THREAD_MULTIPLE
-
-    import horovod.torch as hvd  # isort: skip
     import torch
+    from torch import distributed
 
     from hybridpipe.comm.cuda_aware import library_says_so
 
-    return gpus.Build(torch.version.cuda, hvd.cuda_built(), hvd.nccl_built(), library_says_so())
+    horovod = {}
+    if sums_by_horovod().ok:
+        import horovod.torch as hvd
+
+        horovod = {"horovod_cuda": hvd.cuda_built(), "nccl": hvd.nccl_built()}
+    torch_nccl = distributed.is_available() and distributed.is_nccl_available()
+    return gpus.Build(torch.version.cuda, torch_nccl=torch_nccl, cuda_aware=library_says_so(), **horovod)
 
 
 @check("launcher", "srun --mpi=pmix (`srun --mpi=list` shows what this Slurm has), or mpirun")
@@ -194,7 +234,7 @@ def launcher_met() -> str:
 
 @check("ranks' GPUs", gpus.APART)
 def gpu_of_each_rank() -> str:
-    """Check that Horovod takes the ranks' GPUs, as a training chooses them."""
+    """Check that each rank has a GPU, as a training chooses them, and that NCCL takes them."""
     import torch
     from mpi4py import MPI
 
@@ -216,8 +256,8 @@ def gpu_of_each_rank() -> str:
             raise Problem(f"rank {rank}: {each}")
     places = [each for each in found if isinstance(each, gpus.Place)]
     may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    if problem := gpus.refuses_to_share(places, _build(), may_share):
-        raise Problem(problem)
+    if slower := gpus.refuses_to_share(places, _build(), may_share):
+        raise Problem(slower, severity=SLOW)
     return gpus.who_has_which(places)
 
 
@@ -237,24 +277,29 @@ def messages() -> str:
 
 @check("all-reduce", SETUP)
 def all_reduce() -> str:
-    """Check that Horovod averages over all ranks."""
+    """Check that each backend that a training would choose from averages over all ranks."""
+    import torch
     from mpi4py import MPI
 
-    import horovod.torch as hvd  # isort: skip
-    import torch
-
+    from hybridpipe.collectives.backends import open_collectives, suited, why_unusable
     from hybridpipe.comm.gpus import own_device
+    from hybridpipe.comm.groups import WatchedComm
+    from hybridpipe.planning.checks import AUTO_SYNC
 
     world = MPI.COMM_WORLD
     device = own_device(world, None)
-    hvd.init(comm=world.Dup())
-    mean = float(hvd.allreduce(torch.tensor([float(world.rank)], device=device), name="doctor"))
-    if mean != (world.size - 1) / 2:
-        raise Problem(f"Horovod's mean of the ranks' numbers is {mean}, not {(world.size - 1) / 2}")
-    return f"Horovod averaged over {world.size} ranks"
+    backends = suited(why_unusable(world, device), device, AUTO_SYNC)
+    for backend in backends:
+        collectives = open_collectives(backend, WatchedComm(world.Dup(), world), None, device)
+        numbers = torch.tensor([float(world.rank)], device=device)
+        mean = float(collectives.all_reduce([numbers], "doctor").wait()[0]) / world.size
+        collectives.close()
+        if mean != (world.size - 1) / 2:
+            raise Problem(f"{backend}'s mean of the ranks' numbers is {mean}, not {(world.size - 1) / 2}")
+    return f"{' and '.join(backends)} averaged over {world.size} ranks"
 
 
-@check("cores", "set OMPI_MCA_mpi_yield_when_idle=1 (launch/mpirun.sh does)", needed=False)
+@check("cores", "set OMPI_MCA_mpi_yield_when_idle=1 (launch/mpirun.sh does)")
 def cores() -> str:
     """Check that the ranks of each host have enough cores, or yield them while they wait."""
     from mpi4py import MPI
@@ -268,7 +313,8 @@ def cores() -> str:
         crowded |= ranks > num_cores and yields != "1" and "Open MPI" in MPI.Get_library_version()
         lines.append(f"{host}: {_count(ranks, 'rank')} on {_count(num_cores, 'core')}")
     if crowded:
-        raise Problem("; ".join(lines) + ": waiting ranks take cores from computing ranks")
+        waits = ": waiting ranks take cores from computing ranks"
+        raise Problem("; ".join(lines) + waits, severity=SLOW)
     return "; ".join(lines)
 
 
@@ -281,7 +327,9 @@ ALONE = (
     thread_level,
     launcher,
     mpi_matches,
-    horovod,
+    sums_by_horovod,
+    sums_by_mpi,
+    sums_by_torch,
     graphics_processors,
     launcher_met,
 )
@@ -298,20 +346,20 @@ def checks() -> list[Check]:
     if world is None or world.size == 1:
         return found
     found = _merge(world, found)
-    if all(check.ok for check in found if check.needed):  # else a rank might not take part
+    if not any(check.prevents for check in found):  # else a rank might not take part
         found += _merge(world, [examine() for examine in TOGETHER])
     return found
 
 
 def main() -> int:
-    """Print a line for each check and advice for failed ones; return 1 if a needed check failed, else 0."""
+    """Print a line for each check and advice for failed ones; return 1 if training cannot work, else 0."""
     with _Deadline():
         found = checks()
-    bad = any(check.needed and not check.ok for check in found)
+    bad = any(check.prevents for check in found)
     if _prints():
         width = max(len(check.name) for check in found)
         for check in found:
-            verdict = "ok" if check.ok else "FAIL" if check.needed else "slow"
+            verdict = "ok" if check.ok else check.severity
             print(f"{verdict:5}{check.name:{width}}  {check.detail}")
             if check.advice:
                 print(f"     {'':{width}}  → {check.advice}")

@@ -1,4 +1,4 @@
-"""GPUs of a job, for the doctor: what Horovod's and MPI's builds can do with them, and which rank has which.
+"""GPUs of a job, for the doctor: what Horovod, torch and MPI can do with them, and which rank has which.
 
 Not known here: torch, MPI and Horovod, whose answers are arguments. Invariant: nothing is asked or changed.
 """
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SHARES_FROM = 23000  # NCCL 2.30, as NCCL counts; older ones refuse two ranks on one GPU
-ADVICE = "hybridpipe setup --cuda staged, or --cuda nccl for one rank a GPU (on CPUs: CUDA_VISIBLE_DEVICES=)"
 APART = "start one rank a GPU, or hybridpipe setup --cuda staged, which takes any number"
 
 
@@ -20,12 +19,14 @@ class Build:
         torch_cuda: torch's version of CUDA; None if it has none.
         horovod_cuda: True if Horovod is built with CUDA.
         nccl: the version of Horovod's NCCL, such as 22809; 0 if it is built without.
+        torch_nccl: True if torch.distributed has NCCL.
         cuda_aware: True if MPI says that it reads and writes the memory of GPUs itself.
     """
 
     torch_cuda: str | None
     horovod_cuda: bool = False
     nccl: int = 0
+    torch_nccl: bool = False
     cuda_aware: bool = False
 
 
@@ -63,25 +64,16 @@ def describe(build: Build, names: Sequence[str], visible: str | None) -> str:
 
 
 def _all_reduces(build: Build) -> str:
-    if not build.horovod_cuda:
-        return "no all-reduces"
     if build.nccl:
-        return f"all-reduces by {nccl_name(build.nccl)}, of one rank a GPU"
+        return f"all-reduces by Horovod's {nccl_name(build.nccl)}, of one rank a GPU"
+    if build.torch_nccl and not build.horovod_cuda:
+        return "all-reduces by torch's NCCL, of one rank a GPU"
     return "all-reduces by host memory, of any number of ranks a GPU"
 
 
 def nccl_name(version: int) -> str:
     """Return NCCL's name with its version, as in `NCCL 2.28` for 22809."""
     return f"NCCL {version // 10000}.{version // 100 % 100}"
-
-
-def lacks_cuda(build: Build, num_gpus: int) -> str | None:
-    """Return why replicas cannot train on this machine's GPUs; None if they can, or if there are none."""
-    if not num_gpus or build.horovod_cuda:
-        return None
-    return (
-        "torch sees GPUs, and Horovod is built without CUDA: replicas on GPUs cannot average their gradients"
-    )
 
 
 def shared(places: Iterable[Place]) -> dict[tuple[str, str], list[int]]:
@@ -107,17 +99,18 @@ def who_has_which(places: Sequence[Place]) -> str:
 
 
 def refuses_to_share(places: Sequence[Place], build: Build, may_share: bool) -> str | None:
-    """Return why NCCL will refuse these places; None if it will not.
+    """Return why gradients do not go by the NCCL that there is; None if they do, or if there is none.
 
     Args:
         places: of all ranks.
         build: the installed builds.
         may_share: True if NCCL_MULTI_RANK_GPU_ENABLE=1 is set, which NCCL knows from 2.30 on.
     """
-    if not build.nccl or (may_share and build.nccl >= SHARES_FROM):
-        return None
     several = [ranks for ranks in shared(places).values() if len(ranks) > 1]
-    return f"{_ranks(several[0])} share a GPU, and Horovod's NCCL takes one rank a GPU" if several else None
+    has_nccl = build.nccl or (build.torch_nccl and not build.horovod_cuda)
+    if not several or not has_nccl or (may_share and build.nccl >= SHARES_FROM):
+        return None
+    return f"{_ranks(several[0])} share a GPU, which NCCL refuses: MPI sums gradients, through host memory"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

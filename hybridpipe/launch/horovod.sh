@@ -1,8 +1,8 @@
 # Builds Horovod against an environment's torch and MPI, with CUDA where torch has it. Read by setup.sh.
 #
-# Expects python, mpicxx, cxx and choice as setup.sh has them, and cuda: what --cuda said, or empty.
-# Invariant: a build with CUDA that cannot be made is an error; none goes without CUDA unless torch has none
-# or --cuda off was said.
+# Expects python, mpicxx and cxx as setup.sh has them, and cuda: what --cuda said, now or before, or empty.
+# Invariant: a build with CUDA that was asked for is made, or is an error; none goes without CUDA unless torch
+# has none or --cuda off was said.
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 HOROVOD=$(sed -n 's/^horovod==\([^ ]*\).*/\1/p' "$scripts/horovod.txt")
 GPU_FLAGS='^HOROVOD_GPU_(OPERATIONS|ALLREDUCE|ALLGATHER|BROADCAST|ALLTOALL|REDUCESCATTER)='
@@ -16,8 +16,6 @@ torch_cuda() { sed -nE "s/^cuda.* = '([0-9.]+)'.*/\1/p" "$(torch_file torch/vers
 
 gpu_flags() { env | grep -E "$GPU_FLAGS" || true; }
 choose_cuda() {  # sets CUDA: torch's version of it for a build with CUDA, else empty. Refuses what torch cannot do
-  # Without a word now, what was said when this environment was set up.
-  if [ ! "$cuda" ] && [ ! "$(gpu_flags)" ] && [ -f "$choice" ]; then cuda=$(cat "$choice"); fi
   local asked=${cuda:+--cuda $cuda}
   CUDA=$(torch_cuda)
   case $cuda in

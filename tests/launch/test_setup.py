@@ -27,6 +27,7 @@ READ += [
     f"hybridpipe/launch/{name}"
     for name in ("setup.sh", "horovod.sh", "horovod.txt", "__init__.py", "bundle.py")
 ]
+REQUIRED = ("--horovod", "required")
 TOOLS = "awk bash cat cut df dirname env flock g++ grep head make mktemp paste rm sed sha256sum sort tail tr"
 
 
@@ -88,27 +89,127 @@ def test_no_venv_module(machine):
     assert "apt install python3-venv" in refusal(machine, PYTHON=python)
 
 
+# ---- A build of Horovod that is required, and cannot be made ----------------------------------------------
+
+
 def test_no_python_headers(machine):
-    python = program(
-        machine / "bin/python3", f'case "$2" in *Python.h*) exit 1;; esac; exec {sys.executable} "$@"'
+    assert "apt install python3-dev" in refusal(
+        machine, *REQUIRED, PYTHON=python_without(machine, "Python.h")
     )
-    assert "apt install python3-dev" in refusal(machine, PYTHON=python)
 
 
 def test_no_compiler(machine):
     (machine / "bin/g++").unlink()
-    assert "no C++ compiler (g++): sudo apt install g++" in refusal(machine)
+    assert "no C++ compiler (g++): sudo apt install g++" in refusal(machine, *REQUIRED)
 
 
 def test_an_old_compiler(machine):
     (machine / "bin/g++").unlink()
     program(machine / "bin/g++", "[ $1 = --version ] && echo g++ 8.3.0; exit 1")
-    assert "g++ 8.3.0 knows no C++20: set CXX to g++ 10 or newer" in refusal(machine)
+    assert "g++ 8.3.0 knows no C++20: set CXX to g++ 10 or newer" in refusal(machine, *REQUIRED)
 
 
 def test_no_make(machine):
     (machine / "bin/make").unlink()
-    assert "no make: sudo apt install make" in refusal(machine)
+    assert "no make: sudo apt install make" in refusal(machine, *REQUIRED)
+
+
+@pytest.mark.parametrize("asked", ["--cuda nccl", "HOROVOD_GPU_OPERATIONS=NCCL"])
+def test_a_build_with_cuda_that_was_asked_for_is_required(machine, asked):
+    (machine / "bin/make").unlink()
+    name, _, value = asked.partition("=")
+    options, env = ([], {name: value}) if value else (asked.split(), {})
+    assert "no make: sudo apt install make" in refusal(machine, *options, **env)
+
+
+# ---- A Horovod that cannot be built, and need not be -------------------------------------------------------
+
+INSTEAD = "training sums gradients by MPI instead"
+
+
+def told(machine, words, **env):
+    """What words of bash print, with the functions of set-up at hand and an environment in `machine`."""
+    given = f"env={machine} here=yes start={machine} python={sys.executable}"
+    asks = f"{given}; . {REPOSITORY / PACKAGED}; look_around; {words}"
+    env = {"PATH": str(machine / "bin"), "HOME": str(machine), **env}
+    done = subprocess.run(["bash", "-c", asks], env=env, capture_output=True, text=True, timeout=30)
+    return done.stdout + done.stderr
+
+
+def test_without_a_compiler_one_line_says_what_is_missing_and_what_is_used(machine):
+    (machine / "bin/g++").unlink()
+    said = told(machine, 'decide "$python"; horovod_is_there() { false; }; say_left_out; say_left_out')
+    assert said.startswith("setup: Horovod is left out: no C++ compiler (g++): sudo apt install g++ make")
+    assert said.count("\n") == 2 and said.endswith(f"; {INSTEAD}\n")
+
+
+def test_a_horovod_that_is_there_stays_where_it_cannot_be_built(machine):
+    (machine / "bin/make").unlink()
+    said = told(machine, 'decide "$python"; horovod_is_there() { true; }; say_left_out')
+    assert said.startswith("setup: Horovod stays as it is: no make: ")
+
+
+def test_what_was_said_of_horovod_is_remembered(machine):
+    (machine / "hybridpipe-setup.horovod").write_text("off\n")
+    asks = 'decide "$python"; say_left_out; echo "$horovod, $left_out"'
+    assert told(machine, asks) == "off, --horovod off\n"
+    assert told(machine, f"take_option --horovod auto; {asks}") == "auto, \n"
+
+
+def test_what_is_said_of_horovod_is_remembered_where_nothing_else_is_to_be_done(machine):
+    done = "plain_key() { echo key; }; touch $stamps; decide $python; finished true; cat $horovod_choice"
+    (machine / "bin/touch").symlink_to(shutil.which("touch"))
+    assert told(machine, f"take_option --horovod off; {done}") == "off\n"
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA driver")
+def test_a_large_torch_is_told_of_unless_another_source_is_configured(machine):
+    """pip's list was cut off once the source was found, so pip failed, and the source did not count."""
+    asks = "torch_version() { false; }; extras=test; say_torch_is_large"
+    env = {"PIP_CONFIG_FILE": "/dev/null"}
+    expected = "setup: torch with CUDA takes 3 GB, and here is no NVIDIA driver: launch/setup --extras test"
+    assert told(machine, asks, **env).startswith(expected)
+    many = {f"PIP_OPTION_{number}": "x" * 100 for number in range(1000)}
+    assert told(machine, asks, PIP_FIND_LINKS="/wheels", **env, **many) == ""
+
+
+BUILD = """
+choose_cuda() { CUDA=; }; check_cuda() { true; }; horovod_key() { echo Horovod for $torch; }
+horovod_is_there() { false; }; is_built() { false; }; python=true
+build_horovod() { echo begin; echo 'x.h:3: error: no type'; return 1; }
+: >"$log"; torch=one; decide "$python"
+stamped() { grep -qxF "$key" "$stamps"; }
+"""
+
+
+@pytest.fixture
+def can_build(machine):
+    for tool in ("touch", "wc"):
+        (machine / "bin" / tool).symlink_to(shutil.which(tool))
+    return "lacks() { :; }; " + BUILD
+
+
+def test_a_build_that_fails_ends_nothing(machine, can_build):
+    said = told(machine, can_build + 'add_horovod "Open MPI 5"; echo on', CXX="true").splitlines()
+    assert said[0] == "on" and said[1].startswith("setup: building Horovod 0.28.1 against Open MPI 5")
+    log = f"the whole story is in {machine}/hybridpipe-setup.log"
+    assert said[2].startswith(f"setup: Horovod cannot be built: x.h:3: error: no type; {log}; {INSTEAD}")
+
+
+def test_a_build_that_fails_is_an_error_where_it_is_required(machine, can_build):
+    said = told(machine, f'horovod=required; {can_build} add_horovod "Open MPI 5"; echo on', CXX="true")
+    assert "x.h:3: error: no type\nsetup: that failed; the whole story is in" in said and "on\n" not in said
+
+
+def test_a_build_that_failed_is_not_tried_again_until_something_changes(machine, can_build):
+    made = f'{can_build} add_horovod "Open MPI 5"; echo "$key" >"$stamps"; '
+    assert told(machine, made + "finished stamped && echo finished", CXX="true").startswith("finished")
+    for other in ("torch=two", "horovod=required", "export CUDA_HOME=/cuda"):
+        said = told(machine, f"{made} {other}; finished stamped || echo again", CXX="true")
+        assert said.startswith("again"), (other, said)
+
+
+# ---- The rest ---------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk(machine):
@@ -122,14 +223,22 @@ def test_here_without_an_environment(machine):
 
 
 def test_unknown_options(machine):
-    options = "--here, --system-site-packages, --extras test|examples, --cuda off|staged|nccl, --from DIR"
+    options = "--here, --system-site-packages, --extras test|examples, --torch cpu|cu126|ADDRESS, "
+    options += "--horovod required|auto|off, --cuda off|staged|nccl, --from DIR"
     assert f"unknown option --there; allowed: {options}" in refusal(machine, "--there")
     assert "unknown extras 'docs'; allowed: test, examples" in refusal(machine, "--extras", "docs")
     assert "--cuda must be off, staged or nccl, got 'on'" in refusal(machine, "--cuda", "on")
+    assert "--horovod must be required, auto or off, got 'no'" in refusal(machine, "--horovod", "no")
+    assert "--cuda nccl and --horovod off contradict" in refusal(
+        machine, "--cuda", "nccl", "--horovod", "off"
+    )
+    assert "--torch must be cpu, cu126 or another name" in refusal(machine, "--torch")
+    assert "--torch: no folder './nowhere'" in refusal(machine, "--torch", "./nowhere")
+    assert "--torch and --from contradict" in refusal(machine, "--torch", "cpu", "--from", ".")
     assert "--here and --system-site-packages contradict" in refusal(
         machine, "--here", "--system-site-packages"
     )
-    assert "unknown option --there; allowed: --cuda" in refusal(
+    assert "unknown option --there; allowed: --horovod" in refusal(
         machine, sys.executable, "--there", script=PACKAGED
     )
 
@@ -186,7 +295,7 @@ def test_cuda_that_torch_does_not_have(machine, torch_with, asked):
 
 
 def test_no_compiler_for_an_old_cuda(machine, torch_with):
-    said = cuda_refusal(machine, **torch_with("11.8"))
+    said = cuda_refusal(machine, *REQUIRED, **torch_with("11.8"))
     assert "no nvcc of CUDA 11, which torch 2.12.0 has, and PyPI has compilers from 13 on only" in said
     assert "module load cuda/11" in said and "--cuda off" in said
 
@@ -201,13 +310,13 @@ def toolkit(machine, release, compiles="exit 0"):
 
 
 def test_a_toolkit_of_another_cuda(machine, torch_with):
-    said = cuda_refusal(machine, **torch_with("13.0"), **toolkit(machine, "12.4"))
+    said = cuda_refusal(machine, *REQUIRED, **torch_with("13.0"), **toolkit(machine, "12.4"))
     assert f"no nvcc of CUDA 13, which torch 2.12.0 has, in CUDA_HOME={machine}/cuda" in said
 
 
 def test_a_toolkit_that_does_not_take_this_compiler(machine, torch_with):
     too_new = "echo '#error: unsupported GNU version' >&2; exit 1"
-    said = cuda_refusal(machine, **torch_with("13.0"), **toolkit(machine, "13.0", too_new))
+    said = cuda_refusal(machine, *REQUIRED, **torch_with("13.0"), **toolkit(machine, "13.0", too_new))
     assert (
         f"nvcc of {machine}/cuda does not work with g++" in said and "#error: unsupported GNU version" in said
     )
@@ -280,7 +389,7 @@ def test_the_command_refuses_in_the_same_words(machine, missing, message):
     (machine / "bin" / missing).unlink(missing_ok=True)
     lines = f"*sys.prefix*) echo {machine}; exit;; {missing}) exit 1;;"
     python = program(machine / "bin/python", f'case "$2" in {lines} esac; exec {sys.executable} "$@"')
-    assert message in refusal(machine, python, script=PACKAGED)
+    assert message in refusal(machine, python, *REQUIRED, script=PACKAGED)
 
 
 # ---- Horovod's sources ------------------------------------------------------------------------------------

@@ -245,7 +245,8 @@ def _interleaved_peak(profile: ModelProfile, plan: Plan, group: int) -> int:
 
 def _resident(stages: StageMemory, replicas: int) -> float:
     """Return the bytes that a rank with these stages always holds."""
-    reduction = _reduction_bytes(stages.parameters.sum(), stages.largest.max(), replicas)
+    parameters, largest = np.asarray(stages.parameters.sum()), np.asarray(stages.largest.max())
+    reduction = _reduction_bytes(parameters, largest, replicas)
     return float(stages.resident.sum() + reduction)
 
 
