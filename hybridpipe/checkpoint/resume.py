@@ -137,11 +137,12 @@ def is_exact(found: Found, plan: Plan) -> bool:
 
     The way in which gradients are reduced, which a start may measure, changes no state.
     """
-    return plan_json(_without_scatter(plan)) == plan_json(_without_scatter(found.plan))
+    return plan_json(_without_reduction(plan)) == plan_json(_without_reduction(found.plan))
 
 
-def _without_scatter(plan: Plan) -> Plan:
-    return replace(plan, stages=tuple(replace(stage, scatter=False) for stage in plan.stages))
+def _without_reduction(plan: Plan) -> Plan:
+    stages = tuple(replace(stage, scatter=False) for stage in plan.stages)
+    return replace(plan, stages=stages, sync=None)
 
 
 def load(worker: Worker, found: Found, allow_changed: bool = False) -> list[str]:

@@ -22,6 +22,8 @@ POLL_SECONDS = 100e-6  # between two looks at a collective on CPUs: gloo's own w
 dist: Any = torch.distributed  # its types name neither stores nor process groups
 # The watchdog reports a hang. gloo and NCCL must not end a rank earlier: another may be saving a checkpoint.
 TIMEOUT = timedelta(days=7)
+# gloo sees at once that another rank is gone. That rank's own report, or mpirun's, tells the cause.
+LOST_SECONDS = 5.0
 
 
 class TorchCollectives:
@@ -98,7 +100,11 @@ class _TorchWork:
         for work in self._started:
             while self._polls and not work.is_completed():
                 time.sleep(POLL_SECONDS)
-            work.wait()  # raises an error of the collective
+            try:
+                work.wait()
+            except RuntimeError:
+                time.sleep(LOST_SECONDS)  # the job ends meanwhile, unless this is the cause
+                raise
         return self._results()
 
 

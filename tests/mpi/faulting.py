@@ -101,7 +101,7 @@ def run(
     env: dict[str, str] | None = None,
 ) -> Ended:
     """Train under `plan` ("2-1") with a fault. Not `mpirun.run`, which would clean up what is left."""
-    num_ranks = sum(map(int, plan.split("-")))
+    num_ranks = sum(map(int, plan.partition(":")[0].split("-")))
     environment = os.environ | {"HYBRIDPIPE_FAULT": fault} | (env or {})
     command, added = mpirun.mpirun_command(
         num_ranks, [sys.executable, str(program), plan, schedule, *options], environment

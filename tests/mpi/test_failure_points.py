@@ -17,6 +17,10 @@ CASES = [
     Case("1-1-1", "1f1b", 1, "send-activation", "exit"),
     Case("1-2", "pipedream", 0, "receive-gradient", "thread"),
     Case("2", "1f1b", 1, "all-reduce", "kill"),  # a single stage
+    Case("2-1:mpi", "1f1b", 0, "all-reduce", "raise"),
+    Case("2:mpi", "1f1b", 1, "all-reduce", "kill"),
+    Case("2:torch", "1f1b", 0, "all-reduce", "raise"),
+    Case("2-1:torch", "1f1b", 1, "all-reduce", "kill"),
     Case("1-1-1", "gpipe", 2, "step", "raise"),
     Case("1-2", "pipedream-2bw", 1, "send-gradient", "raise"),
     Case("2-1", "1f1b", 2, "receive-activation", "kill"),
@@ -30,11 +34,14 @@ def test_the_job_is_over_and_tells_why(case):
     assert not mistakes, f"{mistakes}\n{ended.output}"
 
 
+ALL_REDUCE = r"rank 1 .* all-reduce of bucket0 \(1 of 1\), \d+ bytes with ranks 0, 1"
+
+
 @pytest.mark.parametrize(
     "plan, rank, point, waiting",
     [
         # Before its last gradients: at "all-reduce" Horovod may have sent them already.
-        ("2-1", 0, "backward,mb=2", r"rank 1 .* all-reduce of bucket0 \(1 of 1\), \d+ bytes with ranks 0, 1"),
+        *((f"2-1:{sync}", 0, "backward,mb=2", ALL_REDUCE) for sync in ("horovod", "mpi", "torch")),
         (
             "1-1",
             1,

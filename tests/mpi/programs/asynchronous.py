@@ -1,8 +1,8 @@
 """Under mpirun: train asynchronously and compare every parameter with the formulas, in float64.
 
-Usage: asynchronous.py [--rates] [--zero] PLAN... with plans such as 2-2 or 1-2-1. With --rates there is a
-scheduler, and delay warm-up where there can be. With --zero replicas share out the update, in some stages by
-a reduce-scatter.
+Usage: asynchronous.py [--rates] [--zero] PLAN... with plans such as 2-2 or 1-2-1; in 2-2:mpi that backend
+sums gradients. With --rates there is a scheduler, and delay warm-up where there can be. With --zero replicas
+share out the update, in some stages by a reduce-scatter.
 """
 
 import sys
@@ -50,13 +50,15 @@ def make_data(minibatch: int) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
 
 
-def check(replicas: list[int], rule: str, name: str, scheduler=None, warm_up: int = 0, zero: int = 0) -> None:
+def check(plan: str, rule: str, name: str, scheduler=None, warm_up: int = 0, zero: int = 0) -> None:
+    plan, _, sync = plan.partition(":")
+    replicas = [int(count) for count in plan.split("-")]
     edges = [round(i * 8 / len(replicas)) for i in range(len(replicas) + 1)]
     stages = tuple(
         StageSpec(a, b, m, zero=zero, scatter=bool(zero and a == 0))
         for a, b, m in zip(edges, edges[1:], replicas, strict=False)
     )
-    plan = Plan(stages, **RULES[rule])
+    plan = Plan(stages, **RULES[rule], sync=sync or None)
     minibatch = MICROBATCH * (COUNT if rule == "2bw" else 1)
     data = make_data(minibatch)
     options = {"lr_scheduler": scheduler, "delay_warm_up": warm_up}
@@ -93,13 +95,12 @@ def main() -> None:
     cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=25)
     rates, zero = "--rates" in sys.argv, int("--zero" in sys.argv)
     for plan in (word for word in sys.argv[1:] if not word.startswith("--")):
-        replicas = [int(count) for count in plan.split("-")]
         for rule in RULES:
             if rates:
-                check(replicas, rule, "sgd", cosine, warm_up=0 if rule == "2bw" else 20, zero=zero)
+                check(plan, rule, "sgd", cosine, warm_up=0 if rule == "2bw" else 20, zero=zero)
                 continue
             for name in OPTIMIZERS:
-                check(replicas, rule, name, zero=zero)
+                check(plan, rule, name, zero=zero)
 
 
 main()

@@ -1,6 +1,6 @@
 """Train and evaluate; HYBRIDPIPE_FAULT says what goes wrong.
 
-Usage: faulty.py PLAN SCHEDULE [HANG_TIMEOUT [ON_NONFINITE]]
+Usage: faulty.py PLAN SCHEDULE [HANG_TIMEOUT [ON_NONFINITE]]; in the plan 2-1:mpi that backend sums gradients.
 """
 
 import faulthandler
@@ -15,6 +15,7 @@ from hybridpipe import Plan, StageSpec, Trainer
 faulthandler.dump_traceback_later(100)  # the tests' limit is not far then
 plan_name, schedule, *options = sys.argv[1:]
 hang_timeout, on_nonfinite = [*options, *["20", "stop"][len(options) :]]
+plan_name, _, sync = plan_name.partition(":")
 replicas = [int(count) for count in plan_name.split("-")]
 stages = [StageSpec(i, i + 1 if i + 1 < len(replicas) else 4, m) for i, m in enumerate(replicas)]
 count = 1 if schedule == "pipedream" else 4
@@ -27,6 +28,7 @@ trainer = Trainer(
     minibatch_size=8,
     hang_timeout=float(hang_timeout),
     on_nonfinite=on_nonfinite,
+    sync=sync or "auto",
 )
 samples = torch.randn(64, 16)
 data = torch.utils.data.TensorDataset(samples, samples)

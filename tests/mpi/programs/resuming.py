@@ -27,7 +27,7 @@ from hybridpipe.checkpoint.directory import read_manifest
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.checkpoint.shard import read_shard
 from hybridpipe.engine.rank_state import ranges, updated
-from hybridpipe.planning.checks import PRECISIONS
+from hybridpipe.planning.checks import BACKENDS, PRECISIONS
 from hybridpipe.planning.schedules.generators import losses_late
 from hybridpipe.stage.state import State, read_optimizer, under
 
@@ -105,8 +105,9 @@ def make_plan(spec: str) -> Plan:
         for a, b, m in zip(edges, edges[1:], replicas, strict=False)
     )
     count = 1 if schedule == "pipedream" else COUNT
+    sync = next((option for option in options if option in BACKENDS), None)
     given = {name: value for option in options for name, value in OPTIONS.get(option, {}).items()}
-    return Plan(stages, schedule, count, chunks=int(chunks or 1), **given)
+    return Plan(stages, schedule, count, chunks=int(chunks or 1), sync=sync, **given)
 
 
 def sometimes_huge(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -198,6 +199,29 @@ def exact(spec: str, optimizer: str, folder: Path) -> None:
         trainer.close()
     if rank == 0:
         print(f"{spec} {optimizer}: exact", flush=True)
+
+
+def across(specs: list[str], optimizer: str, folder: Path) -> None:
+    """A training goes on under another backend as under its own: two replicas add in no other order."""
+    trainer = make_trainer(specs[0], optimizer)
+    data = make_data(NUM_IN_FLIGHT if trainer.plan.is_asynchronous else NUM_MINIBATCHES)
+    rank = trainer.world.rank
+    seed_process(rank)
+    losses = train(trainer, data, folder / "whole", epochs=2)
+    trainer.close()
+    first = min((folder / "whole").glob("step-*"))
+    for spec in specs[1:]:
+        seed_process(99)
+        trainer = make_trainer(spec, optimizer)
+        trainer.resume(first)
+        wanted = losses[trainer.step :]
+        rest = train(trainer, data, None, epochs=2 - trainer.epoch)
+        worst = max(abs(a - b) for a, b in zip(rest, wanted, strict=True))
+        assert worst < 1e-10, (spec, worst)
+        if rank == 0:
+            equal = "bit for bit" if rest == wanted else "within 1e-10"
+            print(f"{specs[0]} went on under {spec}: {equal}", flush=True)
+        trainer.close()
 
 
 def check_state(trainer: Trainer, saved: dict[str, torch.Tensor]) -> None:
@@ -313,7 +337,7 @@ def main() -> None:
             optimizer = list(OPTIMIZERS)[i % 2]
             exact(spec, optimizer, Path(folder) / spec.replace(":", "-"))
         return
-    pairs(specs, "adam", Path(folder))
+    {"pairs": pairs, "across": across}[mode](specs, "adam", Path(folder))
 
 
 main()

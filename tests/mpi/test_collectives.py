@@ -1,0 +1,35 @@
+"""Any backend sums what any other sums: gradients, weights and trainings are the same."""
+
+import pytest
+
+from hybridpipe.planning.checks import BACKENDS
+from hybridpipe.planning.schedules.registry import SYNCHRONOUS, TRAITS
+
+OTHERS = [name for name in BACKENDS if name != "horovod"]  # which all other tests take
+
+
+def test_sums_rows_and_weights(job):
+    printed = job(3, "collectives.py", *BACKENDS).stdout
+    assert printed.count(": right") == len(BACKENDS)
+
+
+@pytest.mark.parametrize("backend", OTHERS)
+def test_parameters_and_losses_are_those_of_one_process(job, backend):
+    """Also where replicas share out their update, and where ranks hold several stages."""
+    plans = ["2", "3-1", "2-2:1:scatter", "1-3:2", "2-2:2:scatter"]
+    ways = sum(1 + TRAITS[s].splits_backward for s in SYNCHRONOUS if not TRAITS[s].interleaves)
+    done = job(4, "exactness.py", "8", *(f"{plan}:{backend}" for plan in [*plans, "2-2x2"]))
+    assert done.stdout.count("parameters within") == (len(plans) * ways + 1) * 2  # optimizers
+
+
+@pytest.mark.parametrize("backend", OTHERS)
+def test_asynchronous_schedules_train_what_their_formulas_say(job, backend):
+    done = job(4, "asynchronous.py", f"3-1:{backend}", f"2-2:{backend}")
+    assert done.stdout.count("parameters within") == 2 * 3 * 2  # rules, optimizers
+
+
+def test_a_training_goes_on_under_another_backend(job, tmp_path):
+    plans = [f"2-2:1f1b:{backend}" for backend in BACKENDS]
+    assert job(4, "resuming.py", "across", str(tmp_path / "two"), *plans).stdout.count("bit for bit") == 2
+    plans = [f"3-1:pipedream:{backend}" for backend in BACKENDS]
+    assert job(4, "resuming.py", "across", str(tmp_path / "three"), *plans).stdout.count("went on under") == 2
