@@ -97,7 +97,7 @@ class MpiCollectives:
         size = self._communicator.size
         if flat.dtype not in HALVES:
             num_bytes = PIECE_BYTES * -(-size // RANKS_OF_A_PIECE)
-            for piece in flat.split(num_bytes // flat.element_size()):
+            for piece in torch.split(flat, num_bytes // flat.element_size()):
                 self._communicator.Allreduce(MPI.IN_PLACE, piece.numpy())
             return
         share = -(-len(flat) // size)
