@@ -14,7 +14,8 @@
 #   --cuda off       Horovod without CUDA
 #   --from DIR       no index and no network: everything comes from a folder that launch/bundle made
 # Without --horovod and --cuda it is what this environment had before, otherwise auto, and staged where torch
-# has CUDA. A build with CUDA that was asked for is required. The compiler is the nvcc in CUDA_HOME or on the PATH, otherwise PyPI's. Horovod's own build flags are respected.
+# has CUDA. A build with CUDA that was asked for is required. The compiler is the nvcc in CUDA_HOME or on the
+# PATH, otherwise PyPI's. Horovod's own build flags are respected.
 #
 # `hybridpipe setup` runs this file as `bash setup.sh PYTHON ...`. launch/setup reads it for the functions,
 # which expect these variables: python (the environment's), env (its folder), here (empty in a clone's

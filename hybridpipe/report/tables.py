@@ -292,6 +292,8 @@ def _particulars(plan: Plan) -> str:
     for zero in (1, 2):
         if sharing := [s for s in range(plan.num_stages) if plan.zero_of(s) == zero]:
             parts.append(f"zero = {zero} in {_stages(sharing)}")
+    if plan.sync is not None:
+        parts.append(f"gradients summed by {plan.sync}")
     return "".join(f", {each}" for each in parts)
 
 

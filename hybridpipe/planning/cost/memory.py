@@ -43,7 +43,7 @@ from hybridpipe.planning.timeline import Event, Timeline
 # Steps of a rank's memory over time: (seconds, bytes from then on), in order.
 Curve = tuple[tuple[float, int], ...]
 
-# The largest fusion buffer, into which Horovod copies small gradients (`optim.gradient_sync` sets it).
+# The largest fusion buffer, into which Horovod copies small gradients (`collectives.horovod` sets it).
 FUSION_BYTES = BUCKET_BYTES
 
 # Buckets whose gradients are whole where replicas share out gradients: two being reduced, one being filled.
