@@ -167,7 +167,7 @@ def _probe(options: argparse.Namespace) -> int:
         except ValueError as error:
             raise UserError(f"probe --flat: {error}") from None
         return 0
-    from hybridpipe.collectives.backends import suited, why_unusable
+    from hybridpipe.collectives.backends import suited, usable
     from hybridpipe.comm.gpus import own_device
     from hybridpipe.comm.groups import this_host
     from hybridpipe.comm.idle import share_cores
@@ -182,7 +182,7 @@ def _probe(options: argparse.Namespace) -> int:
     device = own_device(MPI.COMM_WORLD, None)  # the default of training, too
     try:
         thread = needs_progress_thread(MPI.COMM_WORLD, device)
-        backends = suited(why_unusable(MPI.COMM_WORLD, device), device, options.sync)
+        backends = suited(usable(MPI.COMM_WORLD, device), options.sync)
         cluster = probe(MPI.COMM_WORLD, progress_thread=thread, device=device, backends=backends)
     except ValueError as error:
         failure.refuse(error)

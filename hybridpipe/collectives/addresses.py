@@ -3,6 +3,7 @@
 Knows interfaces of this host. Invariant: ranks choose from the same list, so all choose one network.
 """
 
+import contextlib
 import fcntl
 import ipaddress
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from ipaddress import IPv4Interface
 
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # netdevice(7)
@@ -27,9 +29,25 @@ def own_address(ranks: MPI.Comm) -> str:
     leaders = ranks.allgather(leader)
     hosts = [of_ranks[rank] for rank in dict.fromkeys(leaders)]
     found = addresses_in_one_network(hosts)
-    if found is None:  # the hosts are in several networks: their names lead to them
-        return socket.gethostbyname(socket.gethostname())
-    return found[list(dict.fromkeys(leaders)).index(leader)]
+    mine = list(dict.fromkeys(leaders)).index(leader)
+    if found is None:  # the hosts are in several networks, with routes between them
+        return address_towards([str(each.ip) for host in hosts[:mine] + hosts[mine + 1 :] for each in host])
+    return found[mine]
+
+
+def address_towards(others: Sequence[str]) -> str:
+    """Return this host's address on the route to the first of other addresses that has one.
+
+    Raises:
+        UserError: there is no route.
+    """
+    for other in others:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.connect((other, 9))  # sends nothing
+            mine: str = asking.getsockname()[0]
+            if not ipaddress.ip_address(mine).is_loopback:
+                return mine
+    raise UserError("sync 'torch' finds no address of this host: name its network in GLOO_SOCKET_IFNAME")
 
 
 def addresses_in_one_network(hosts: Sequence[Sequence[IPv4Interface]]) -> list[str] | None:

@@ -7,19 +7,23 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
+import torch.distributed
+from torch import Tensor
 
 from hybridpipe.collectives.all_gather import all_gather
-from hybridpipe.collectives.protocol import Collectives
+from hybridpipe.collectives.protocol import Collectives, Work
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.device import lanes_of, visible_gpus
+from hybridpipe.environment import NCCL_SHARES_FROM
 from hybridpipe.errors import UserError
 from hybridpipe.planning.checks import AUTO_SYNC, BACKENDS
 
-NCCL_SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"  # "1" lets ranks share a GPU, from NCCL 2.30 on
+NCCL_SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"  # "1" lets ranks share a GPU, from NCCL_SHARES_FROM on
 
 
 def open_collectives(
@@ -28,14 +32,14 @@ def open_collectives(
     """Open a backend over the replicas of a stage. Collective over them.
 
     Args:
-        backend: one of BACKENDS that is usable (`why_unusable`).
+        backend: one of BACKENDS that is usable (`usable`).
         transport: moves weights where the backend leaves that to MPI; None: none are gathered.
     """
     if backend == "torch":
         from hybridpipe.collectives.torch_distributed import TorchCollectives
 
         return TorchCollectives(replicas, device)
-    gather = partial(all_gather, transport, replicas)  # type: ignore[arg-type]
+    gather = _no_gather if transport is None else partial(all_gather, transport, replicas)
     if backend == "mpi":
         from hybridpipe.collectives.mpi import MpiCollectives
 
@@ -45,44 +49,62 @@ def open_collectives(
     return HorovodCollectives(replicas, gather)
 
 
-def why_unusable(world: MPI.Comm, device: torch.device) -> Mapping[str, str]:
-    """Return for each backend that some rank cannot use why, with a remedy. Collective.
+def _no_gather(weights: Tensor) -> Work:
+    raise RuntimeError("these collectives were opened without a transport, which moves weights")
+
+
+class Usable(NamedTuple):
+    """Backends that a job can use, the same on every rank.
+
+    Args:
+        whys: for each backend that some rank cannot use why, with a remedy.
+        on_gpus: some rank computes on a GPU.
+    """
+
+    whys: Mapping[str, str]
+    on_gpus: bool
+
+
+def usable(world: MPI.Comm, device: torch.device) -> Usable:
+    """Find the backends that all ranks can use. Collective.
 
     Args:
         device: of this rank.
     """
     gpu = visible_gpus()[device.index or 0] if device.type == "cuda" else ""
-    places = [place for place in world.allgather((MPI.Get_processor_name(), gpu)) if place[1]]
-    shares = len(set(places)) < len(places)
-    of_ranks = world.allgather({name: _why(name, device, shares) for name in BACKENDS})
+    places = world.allgather((MPI.Get_processor_name(), gpu))
+    gpus = [place for place in places if place[1]]
+    shares, mixed = len(set(gpus)) < len(gpus), 0 < len(gpus) < len(places)
+    of_ranks = world.allgather({name: _why(name, device, shares, mixed) for name in BACKENDS})
     first = {name: next(filter(None, (each[name] for each in of_ranks)), "") for name in BACKENDS}
-    return {name: why for name, why in first.items() if why}
+    return Usable({name: why for name, why in first.items() if why}, bool(gpus))
 
 
-def suited(whys: Mapping[str, str], device: torch.device, wanted: str) -> list[str]:
+def suited(found: Usable, wanted: str) -> list[str]:
     """Return the backends that a job may use, the default first.
 
     Args:
-        whys: as from `why_unusable`.
-        wanted: one of BACKENDS, or AUTO_SYNC for any of them that suits the device.
+        wanted: one of BACKENDS, or AUTO_SYNC for any of them that suits the devices.
 
     Raises:
         UserError: the wanted one cannot be used.
     """
     if wanted != AUTO_SYNC:
-        if wanted in whys:
-            raise UserError(f"sync {wanted!r} cannot be used: {whys[wanted]}")
+        if wanted in found.whys:
+            raise UserError(f"sync {wanted!r} cannot be used: {found.whys[wanted]}")
         return [wanted]
     # On CPUs gloo is no faster than MPI, and on GPUs MPI goes through the host's memory.
-    of_device = ["horovod", "torch"] if device.type == "cuda" else ["horovod", "mpi"]
-    return [name for name in of_device if name not in whys] or ["mpi"]
+    of_devices = ["horovod", "torch"] if found.on_gpus else ["horovod", "mpi"]
+    return [name for name in of_devices if name not in found.whys] or ["mpi"]
 
 
-def _why(backend: str, device: torch.device, shares_gpu: bool) -> str:
+def _why(backend: str, device: torch.device, shares_gpu: bool, mixed: bool) -> str:
     """Return why this rank cannot use a backend; empty if it can."""
-    if backend == "torch":
-        return _why_not_torch(device, shares_gpu)
-    return _why_not_horovod(device, shares_gpu) if backend == "horovod" else ""
+    if backend == "mpi":
+        return ""
+    if mixed:
+        return "some ranks are on GPUs and some on CPUs: sync 'mpi' takes both"
+    return (_why_not_torch if backend == "torch" else _why_not_horovod)(device, shares_gpu)
 
 
 def _why_not_torch(device: torch.device, shares_gpu: bool) -> str:
@@ -98,12 +120,18 @@ def _why_not_torch(device: torch.device, shares_gpu: bool) -> str:
 def _why_not_horovod(device: torch.device, shares_gpu: bool) -> str:
     if find_spec("horovod") is None:
         return "Horovod is not installed: hybridpipe setup"
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        told = str(error).splitlines()[0]
+        return f"Horovod does not load ({told}): hybridpipe setup, or pip uninstall horovod"
+    if not hvd.mpi_built():
+        return "Horovod is built without MPI: pip uninstall horovod, then hybridpipe setup"
     if device.type != "cuda":
         return ""
-    import horovod.torch as hvd
-
     if not hvd.cuda_built():
         return "Horovod is built without CUDA: hybridpipe setup --cuda nccl"
-    if shares_gpu and hvd.nccl_built() and os.environ.get(NCCL_SHARES) != "1":
+    may_share = os.environ.get(NCCL_SHARES) == "1" and hvd.nccl_built() >= NCCL_SHARES_FROM
+    if shares_gpu and hvd.nccl_built() and not may_share:
         return "Horovod's NCCL takes one rank a GPU, and ranks share one: hybridpipe setup --cuda staged"
     return ""

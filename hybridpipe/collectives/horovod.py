@@ -36,7 +36,6 @@ class HorovodCollectives:
         gather: starts an all-gather by MPI, which is faster than Horovod's (`all_gather`).
     """
 
-    name = "horovod"
     is_ordered = False
 
     def __init__(self, replicas: "MPI.Comm", gather: Gather) -> None:

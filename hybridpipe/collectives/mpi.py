@@ -36,7 +36,6 @@ class MpiCollectives:
         gather: starts an all-gather of weights (`all_gather`).
     """
 
-    name = "mpi"
     is_ordered = True
 
     def __init__(self, replicas: MPI.Comm, lanes: Lanes, gather: Gather) -> None:
@@ -75,7 +74,11 @@ class MpiCollectives:
             of_each = sent.loaded(received)
             return [of_each.sum(0, keepdim=True, dtype=_wide(rows.dtype)).to(rows.dtype)]
 
-        return self._start(lambda: self._exchange(sent.arrived(), received), results)
+        def exchange() -> None:
+            self._exchange(sent.arrived(), received)
+            sent.release()
+
+        return self._start(exchange, results)
 
     def close(self) -> None:
         """End the thread and free the communicator. Collective."""
@@ -89,8 +92,12 @@ class MpiCollectives:
         return work
 
     def _run(self) -> None:
+        if isinstance(self._lanes, GpuLanes):
+            torch.cuda.set_device(self._lanes.device)  # else a look at an event would use the first GPU
+        error: BaseException | None = None
         while (work := self._todo.get()) is not None:
-            work.run()
+            error = work.run(error)
+            del work  # and what it holds, such as gradients
 
     def _sum(self, flat: Tensor) -> None:
         """Sum a tensor of one dimension in place over the ranks."""
@@ -122,13 +129,19 @@ class _MpiWork:
         self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def run(self) -> None:
-        """Run it, and keep an error for the thread that waits."""
-        try:
-            self._action()
-        except BaseException as error:
-            self._error = error
+    def run(self, error: BaseException | None) -> BaseException | None:
+        """Run it unless one before has failed; keep an error for the thread that waits, and return it.
+
+        After a failure this rank's next collective would meet another one of the other ranks.
+        """
+        self._error = error
+        if error is None:
+            try:
+                self._action()
+            except BaseException as own:
+                self._error = own
         self._done.set()
+        return self._error
 
     def wait(self) -> Sequence[Tensor]:
         """Return the results once they are there."""
@@ -157,6 +170,10 @@ class _HostCopy:
         while self._lanes is not None and not self._copied.query():
             time.sleep(POLL_SECONDS)
         return self.memory
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        self.memory = self.memory[:0].clone()
 
     def loaded(self, result: Tensor | None = None) -> Tensor:
         """Return a result in the host's memory, by default this memory, on the tensor's device."""

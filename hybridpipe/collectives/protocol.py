@@ -21,11 +21,9 @@ class Collectives(Protocol):
     """The collectives of a group of ranks. Each is started by all of them, with tensors of one shape.
 
     Args:
-        name: the backend's, one of BACKENDS.
         is_ordered: all ranks must start collectives in the same order.
     """
 
-    name: str
     is_ordered: bool
 
     def all_reduce(self, tensors: Sequence[Tensor], name: str) -> Work:

@@ -4,10 +4,11 @@ Knows tensors and a communicator; no parameters, and not the script's own proces
 Invariant: only this object uses its process group, so collectives have one order on all ranks.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -16,7 +17,9 @@ from torch import Tensor
 from hybridpipe.collectives.addresses import own_address
 from hybridpipe.collectives.parcels import parcels_of
 from hybridpipe.collectives.protocol import Work
+from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.status import rank_status
 
 POLL_SECONDS = 100e-6  # between two looks at a collective on CPUs: gloo's own wait hears no signal
 dist: Any = torch.distributed  # its types name neither stores nor process groups
@@ -34,11 +37,10 @@ class TorchCollectives:
         device: of the tensors.
     """
 
-    name = "torch"
     is_ordered = True
 
-    def __init__(self, replicas: MPI.Comm, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    def __init__(self, replicas: WatchedComm, device: torch.device) -> None:
+        self._on_gpu, self._ranks = device.type == "cuda", replicas.ranks
         self._rank, self._size = replicas.rank, replicas.size
         address = own_address(replicas)
         self._store = _store(replicas, address)
@@ -68,17 +70,19 @@ class TorchCollectives:
 
     def all_gather(self, weights: Tensor) -> Work:
         """Start to fill a tensor with each rank's share of it (`Collectives`)."""
-        share = len(weights) // self._size
-        mine = weights[self._rank * share : (self._rank + 1) * share]
-        started = self._group._allgather_base(weights, mine if self._on_gpu else mine.clone())
-        return self._work([started], lambda: [weights])
+        words = weights.view(torch.int64)  # so that any type of weights can be gathered
+        share = len(words) // self._size
+        mine = words[self._rank * share : (self._rank + 1) * share]
+        started = self._group._allgather_base(words, mine if self._on_gpu else mine.clone())
+        return _Watched(self._work([started], lambda: [weights]), "all-gather of weights", self._ranks)
 
     def close(self) -> None:
         """Close the group's connections. Collective."""
-        self._group.shutdown()
+        if self._on_gpu:
+            getattr(self._group, "shutdown", self._group.abort)()  # torch 2.6 has no shutdown
         self._group = self._store = None
 
-    def _work(self, started: Sequence[Any], results: Callable[[], Sequence[Tensor]]) -> Work:
+    def _work(self, started: Sequence[Any], results: Callable[[], Sequence[Tensor]]) -> "_TorchWork":
         return _TorchWork(started, results, polls=not self._on_gpu)
 
 
@@ -90,9 +94,7 @@ class _TorchWork:
         polls: sleep until they are done; False lets the GPU's stream wait.
     """
 
-    def __init__(
-        self, started: Sequence[Any], results: Callable[[], Sequence[Tensor]], polls: bool
-    ) -> None:
+    def __init__(self, started: Sequence[Any], results: Callable[[], Sequence[Tensor]], polls: bool) -> None:
         self._started, self._results, self._polls = started, results, polls
 
     def wait(self) -> Sequence[Tensor]:
@@ -108,6 +110,23 @@ class _TorchWork:
         return self._results()
 
 
+class _Watched(NamedTuple):
+    """A collective whose wait the rank's status names.
+
+    Args:
+        ranks: in the world.
+    """
+
+    work: _TorchWork
+    what: str
+    ranks: Sequence[int]
+
+    def wait(self) -> Sequence[Tensor]:
+        """Return the results once they are there."""
+        with rank_status.waiting(self.what, self.ranks):
+            return self.work.wait()
+
+
 def _store(replicas: MPI.Comm, address: str) -> Any:
     """Open the store through which the ranks of a group find each other, at the first one. Collective."""
     size, first = replicas.size, replicas.rank == 0
@@ -118,7 +137,9 @@ def _store(replicas: MPI.Comm, address: str) -> Any:
 
 def _gloo(store: Any, rank: int, size: int, address: str) -> Any:
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    on = {"interface": named.split(",")[0]} if named else {"hostname": address}
+    options._devices = [dist.ProcessGroupGloo.create_device(**on)]
     options._timeout = TIMEOUT
     return dist.ProcessGroupGloo(store, rank, size, options)
 

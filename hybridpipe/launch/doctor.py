@@ -281,16 +281,17 @@ def all_reduce() -> str:
     import torch
     from mpi4py import MPI
 
-    from hybridpipe.collectives.backends import open_collectives, suited, why_unusable
+    from hybridpipe.collectives.backends import open_collectives, suited, usable
     from hybridpipe.comm.gpus import own_device
     from hybridpipe.comm.groups import WatchedComm
     from hybridpipe.planning.checks import AUTO_SYNC
 
     world = MPI.COMM_WORLD
     device = own_device(world, None)
-    backends = suited(why_unusable(world, device), device, AUTO_SYNC)
+    backends = suited(usable(world, device), AUTO_SYNC)
+    everyone = WatchedComm(world.Dup(), world)
     for backend in backends:
-        collectives = open_collectives(backend, WatchedComm(world.Dup(), world), None, device)
+        collectives = open_collectives(backend, everyone, None, device)
         numbers = torch.tensor([float(world.rank)], device=device)
         mean = float(collectives.all_reduce([numbers], "doctor").wait()[0]) / world.size
         collectives.close()

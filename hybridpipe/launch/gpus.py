@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SHARES_FROM = 23000  # NCCL 2.30, as NCCL counts; older ones refuse two ranks on one GPU
+from hybridpipe.environment import NCCL_SHARES_FROM
+
 APART = "start one rank a GPU, or hybridpipe setup --cuda staged, which takes any number"
 
 
@@ -108,7 +109,7 @@ def refuses_to_share(places: Sequence[Place], build: Build, may_share: bool) -> 
     """
     several = [ranks for ranks in shared(places).values() if len(ranks) > 1]
     has_nccl = build.nccl or (build.torch_nccl and not build.horovod_cuda)
-    if not several or not has_nccl or (may_share and build.nccl >= SHARES_FROM):
+    if not several or not has_nccl or (may_share and build.nccl >= NCCL_SHARES_FROM):
         return None
     return f"{_ranks(several[0])} share a GPU, which NCCL refuses: MPI sums gradients, through host memory"
 

@@ -114,10 +114,10 @@ decide() {  # decide PYTHON: sets horovod, and left_out: why Horovod is not buil
   if [ "$horovod" = off ]; then
     case $cuda in staged|nccl) die "--cuda $cuda and --horovod off contradict each other";; esac
     left_out='--horovod off'
-    return
   fi
   # Without a word now, what was said when this environment was set up.
   if [ ! "$cuda" ] && [ ! "$(gpu_flags)" ] && [ -f "$choice" ]; then cuda=$(cat "$choice"); fi
+  [ "$horovod" != off ] || return 0
   left_out=$(lacks "$1")
   [ ! "$left_out" ] || ! must_build || die "$left_out"
 }
@@ -192,7 +192,10 @@ set_up() {  # MPI, mpi4py and Horovod, for a package that is installed; leaves i
   fi
   local mpi; mpi=$(mpi_name)
   same_mpi >>"$log" 2>&1 || build_mpi4py "$mpi"
-  if [ "$left_out" ]; then key=$(plain_key); else add_horovod "$mpi"; fi
+  if [ "$left_out" ]; then
+    key=$(plain_key)
+    ! horovod_is_there || built_as_asked >>"$log" 2>&1 || without_horovod
+  else add_horovod "$mpi"; fi
   step "checking the result" examine
   echo "$cuda" >"$choice"
   echo "$horovod" >"$horovod_choice"
@@ -220,9 +223,10 @@ build_and_install() {
     attempt "building Horovod $HOROVOD against $1, $(cuda_words) (2-6 minutes, once)" build_horovod "$wheels" || return
   attempt "installing Horovod" install_horovod "$wheels"/*.whl && attempt "loading Horovod" built_as_asked
 }
+without_horovod() { "$python" -m pip uninstall -y horovod >>"$log" 2>&1 || true; }  # one for another torch or MPI would not load
 do_without() {
   say "Horovod cannot be built: $1; $INSTEAD (--horovod required tries again)"
-  "$python" -m pip uninstall -y horovod >>"$log" 2>&1     # one for another torch or MPI would not load
+  without_horovod
   key=$(tried_key)
 }
 say_torch_is_large() {  # where nothing here can use its CUDA, and nobody has said where to take torch from

@@ -224,9 +224,7 @@ def quick_collectives(
     return _collectives(group, lanes, backend, transport, quick=True)
 
 
-def _starter(
-    collectives: Collectives, lanes: Lanes, num_bytes: int
-) -> Callable[[], Callable[[], object]]:
+def _starter(collectives: Collectives, lanes: Lanes, num_bytes: int) -> Callable[[], Callable[[], object]]:
     """Return a function that begins an all-reduce and returns a function that waits for its end."""
     length = num_bytes // 4 // NUM_TENSORS
     tensors = [torch.zeros(length, device=lanes.device) for _ in range(NUM_TENSORS)]

@@ -1,6 +1,4 @@
-"""Sharding: seconds of the collectives of replicas that share out their update, by size.
-
-They are a backend's reduce-scatter of gradients, and MPI's all-gather of weights on CPUs.
+"""Sharding: seconds of a backend's reduce-scatter of gradients and all-gather of weights, by size.
 
 Not known here: stages and plans. Invariant: as in `repetitions`.
 """
@@ -114,9 +112,7 @@ def _scattering(
     return scatter
 
 
-def _gathering(
-    collectives: Collectives, replicas: int, lanes: Lanes, num_bytes: int
-) -> Callable[[], object]:
+def _gathering(collectives: Collectives, replicas: int, lanes: Lanes, num_bytes: int) -> Callable[[], object]:
     """Return all-gathers of buckets that together have `num_bytes`, all started at once, as one function."""
     count = max(1, num_bytes // BUCKET_BYTES)
     words = max(1, num_bytes // count // WORD_BYTES // replicas)

@@ -21,7 +21,6 @@ from hybridpipe.planning.cost.formula import BUCKET_BYTES
 MOST_ELEMENTS = 2**30
 
 
-
 class GradientSync(Protocol):
     """Sums the gradients over a stage's replicas."""
 

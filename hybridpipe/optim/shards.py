@@ -6,17 +6,17 @@ numbers except between an update and `gather`.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.collectives.all_gather import Gather
 from hybridpipe.collectives.protocol import Work
 from hybridpipe.optim.gradient_sync import filled
 from hybridpipe.optim.layout import Layout
 from hybridpipe.stage.parts import Piece, join
 
-Gather = Callable[[Tensor], Work]  # as `Collectives.all_gather`
 MOST_UNDER_WAY = 8  # all-gathers; every poll looks at each
 
 

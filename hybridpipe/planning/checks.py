@@ -13,7 +13,7 @@ MAX_RANKS = 2**20  # beyond any machine; a slip in a file must not fill the memo
 ON_NONFINITE = ("stop", "skip", "ignore")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")  # of a microbatch; `Trainer` documents them
 BACKENDS = ("horovod", "mpi", "torch")  # that sum gradients over replicas (`hybridpipe.collectives`)
-AUTO_SYNC = "auto"  # the fastest backend of those that are there
+AUTO_SYNC = "auto"  # the default backend that is there, unless another was measured to be clearly faster
 
 
 def plain(value: Any) -> Any:

@@ -5,7 +5,7 @@ searches. A given plan is checked at once, and measured only for a prediction.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hybridpipe.collectives.backends import suited, why_unusable
+from hybridpipe.collectives.backends import Usable, suited, usable
 from hybridpipe.comm.gpus import own_device, tell_shared_gpus
 from hybridpipe.comm.groups import default_num_threads, this_host
 from hybridpipe.comm.idle import measure_together
@@ -189,26 +189,29 @@ class PlanMaker:
         return needs_progress_thread(self._world, self._device)
 
     @cached_property
-    def _unusable(self) -> Mapping[str, str]:
-        """The backends that some rank cannot use, and why. Collective."""
-        return why_unusable(self._world, self._device)
+    def _usable(self) -> Usable:
+        """The backends that all ranks can use. Collective."""
+        return usable(self._world, self._device)
 
     @property
     def backends(self) -> list[str]:
         """The backends that may sum gradients here, the default first. Collective at its first use."""
-        return suited(self._unusable, self._device, self._sync)
+        plan = self.plan
+        if self._sync == AUTO_SYNC and plan is not None and plan.sync and plan.sync not in self._usable.whys:
+            return [plan.sync]
+        return suited(self._usable, self._sync)
 
     def with_sync(self, plan: Plan) -> Plan:
         """Return the plan with the backend of the user, its own, the fastest or the default. Collective."""
         if max(plan.replicas) == 1:
             return replace(plan, sync=None)
-        measured = None if self._cluster is None else self._cluster.sync
-        sync = plan.sync if self._sync == AUTO_SYNC else self._sync
-        if sync is None or sync in self._unusable:
-            sync = measured if measured in self.backends else self.backends[0]
-        sync = self._world.bcast(sync)
-        if plan.sync not in (None, sync) and self._world.rank == 0:
-            notices.tell(f"gradients are summed by {sync} instead of {plan.sync}, which the plan names")
+        allowed, measured = self.backends, None if self._cluster is None else self._cluster.sync
+        sync = self._world.bcast(measured if measured in allowed else allowed[0])
+        if self._world.rank == 0:
+            if plan.sync not in (None, sync):
+                notices.tell(f"gradients are summed by {sync} instead of {plan.sync}, which the plan names")
+            if measured not in (None, sync):
+                notices.tell(f"gradients are summed by {sync}, and predictions are of {measured}'s sums")
         return replace(plan, sync=sync)
 
     @cached_property

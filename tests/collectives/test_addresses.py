@@ -4,7 +4,8 @@ from ipaddress import IPv4Interface
 
 import pytest
 
-from hybridpipe.collectives.addresses import addresses_in_one_network, interfaces
+from hybridpipe.collectives.addresses import address_towards, addresses_in_one_network, interfaces
+from hybridpipe.errors import UserError
 
 BRIDGE = "172.17.0.1/16"  # of containers: the same on every host
 
@@ -26,3 +27,8 @@ def test_the_first_network_of_all_hosts_is_taken(hosts, expected):
 
 def test_this_hosts_interfaces_leave_loopback_out():
     assert not any(each.ip.is_loopback for each in interfaces())
+
+
+def test_without_a_route_the_remedy_is_named():
+    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME"):
+        address_towards(["127.0.0.1"])

@@ -33,3 +33,11 @@ def test_a_training_goes_on_under_another_backend(job, tmp_path):
     assert job(4, "resuming.py", "across", str(tmp_path / "two"), *plans).stdout.count("bit for bit") == 2
     plans = [f"3-1:pipedream:{backend}" for backend in BACKENDS]
     assert job(4, "resuming.py", "across", str(tmp_path / "three"), *plans).stdout.count("went on under") == 2
+
+
+def test_an_error_of_the_thread_is_told_by_its_rank(job):
+    """A later all-reduce once met another one of the other rank's, and wrote past the end of its buffer."""
+    done = job(2, "spoilt_sum.py", fails=True)
+    (line,) = [line for line in done.stdout.splitlines() if "ending the job" in line]
+    assert "rank 1 on host" in line and "MemoryError: injected" in line, done.stdout
+    assert "corruption" not in done.stdout and "Signal" not in done.stdout, done.stdout

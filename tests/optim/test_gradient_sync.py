@@ -155,9 +155,7 @@ def test_every_minibatch_begins_anew():
 
 def test_a_replica_without_a_microbatch_adds_zeros():
     net = model()
-    synced, collectives = make(
-        net.parameters(), other=lambda tensors: [torch.ones_like(t) for t in tensors]
-    )
+    synced, collectives = make(net.parameters(), other=lambda tensors: [torch.ones_like(t) for t in tensors])
     synced.finish()
     assert collectives.names == ["bucket0"]
     assert all(p.grad.eq(1).all() and p.grad.shape == p.shape for p in net.parameters())

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from hybridpipe.collectives import mpi
-from hybridpipe.collectives.backends import open_collectives, why_unusable
+from hybridpipe.collectives.backends import open_collectives, usable
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
@@ -26,7 +26,7 @@ def tensors(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    assert not why_unusable(world, CPU)
+    assert not usable(world, CPU).whys
     replicas = WatchedComm(world.Dup(), world)
     for backend in sys.argv[1:]:
         for _ in range(2):  # and once more after it was closed
@@ -54,12 +54,12 @@ def check(backend: str, replicas: WatchedComm) -> None:
             expected = sum(rows[world.rank] for rows in everybodys)
             (row,) = collectives.reduce_scatter(everybodys[world.rank], "rows").wait()
             assert torch.equal(row[0], expected), (backend, dtype)
-        words = torch.arange(6.0 * world.size).double()
-        weights = torch.zeros_like(words)
-        mine_of = slice(6 * world.rank, 6 * world.rank + 6)
-        weights[mine_of] = words[mine_of]
-        collectives.all_gather(weights).wait()
-        assert torch.equal(weights, words), backend
+        for dtype in (*DTYPES, torch.complex64):
+            wanted = torch.arange(8.0 * world.size).to(dtype)
+            weights, own = torch.zeros_like(wanted), slice(8 * world.rank, 8 * world.rank + 8)
+            weights[own] = wanted[own]
+            collectives.all_gather(weights).wait()
+            assert torch.equal(weights, wanted), (backend, dtype)
         collectives.close()
 
 

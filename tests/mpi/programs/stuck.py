@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from hybridpipe.collectives.horovod import horovod
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.health import failure
-from hybridpipe.optim.gradient_sync import horovod
 
 world = MPI.COMM_WORLD
 hvd = horovod(world)
