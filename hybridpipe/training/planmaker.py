@@ -196,10 +196,10 @@ class PlanMaker:
     @property
     def backends(self) -> list[str]:
         """The backends that may sum gradients here, the default first. Collective at its first use."""
-        plan = self.plan
-        if self._sync == AUTO_SYNC and plan is not None and plan.sync and plan.sync not in self._usable.whys:
-            return [plan.sync]
-        return suited(self._usable, self._sync)
+        if self._sync != AUTO_SYNC or self.plan is None or self.plan.sync is None:
+            return suited(self._usable, self._sync)
+        of_plan = self.plan.sync
+        return suited(self._usable, AUTO_SYNC) if of_plan in self._usable.whys else [of_plan]
 
     def with_sync(self, plan: Plan) -> Plan:
         """Return the plan with the backend of the user, its own, the fastest or the default. Collective."""

@@ -61,6 +61,14 @@ def test_a_stopped_rank_ends_the_job_and_is_named(plan, rank, point, waiting):
     assert "in _finish" in ended.output or "in wait_for" in ended.output, "the stacks"
 
 
+@pytest.mark.parametrize("sync", ["mpi", "torch"])
+def test_a_rank_that_stops_before_an_all_gather_is_named(sync):
+    """Not the other one, whose wait was once in no report."""
+    ended = run(f"2:{sync}", "1f1b", "rank=1,step=3,point=all-gather,kind=stop", "3", env={"ZERO": "1"})
+    (report,) = ended.reports
+    assert re.search(r"rank 1 on host \S+ gives no answer: it is stopped by a signal", report), ended.output
+
+
 def test_a_rank_that_does_not_come_back_is_named():
     ended = run("1-1", "1f1b", "rank=1,step=3,mb=2,point=backward,kind=delay,seconds=60", "3")
     assert ended.code not in (0, 124) and ended.seconds < 3 + 10, ended.output

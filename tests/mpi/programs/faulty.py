@@ -1,9 +1,11 @@
 """Train and evaluate; HYBRIDPIPE_FAULT says what goes wrong.
 
 Usage: faulty.py PLAN SCHEDULE [HANG_TIMEOUT [ON_NONFINITE]]; in the plan 2-1:mpi that backend sums gradients.
+$ZERO=1 lets replicas share out their update.
 """
 
 import faulthandler
+import os
 import sys
 from functools import partial
 
@@ -24,7 +26,7 @@ trainer = Trainer(
     nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))),
     loss=nn.functional.mse_loss,
     optimizer=partial(torch.optim.SGD, lr=0.1),
-    plan=Plan(tuple(stages), schedule=schedule, num_microbatches=count),
+    plan=Plan(tuple(stages), schedule=schedule, num_microbatches=count, zero=int(os.environ.get("ZERO", 0))),
     minibatch_size=8,
     hang_timeout=float(hang_timeout),
     on_nonfinite=on_nonfinite,
