@@ -1,4 +1,4 @@
-"""Sync: data parallelism whose gradients are summed by Horovod, by MPI in a thread, and by torch's gloo.
+"""Sync: data parallelism whose gradients are summed by Horovod, by MPI's thread or by torch's gloo.
 
     python benchmarks/run.py sync --rounds 5                     three models, in a host and between hosts
     python benchmarks/run.py sync --rounds 5 --only loopback     without root
