@@ -67,12 +67,12 @@ class MpiCollectives:
         Each rank gets its row of every rank and adds them up. Within a host MPI's own reduce-scatter takes up
         to twice as long (docs/log/all-reduce.md).
         """
-        sent = _HostCopy(rows, self._lanes)
+        sent, dtype = _HostCopy(rows, self._lanes), rows.dtype
         received = torch.empty_like(sent.memory, pin_memory=sent.memory.is_pinned())
 
         def results() -> Sequence[Tensor]:
             of_each = sent.loaded(received)
-            return [of_each.sum(0, keepdim=True, dtype=_wide(rows.dtype)).to(rows.dtype)]
+            return [of_each.sum(0, keepdim=True, dtype=_wide(dtype)).to(dtype)]
 
         def exchange() -> None:
             self._exchange(sent.arrived(), received)
