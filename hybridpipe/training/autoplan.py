@@ -61,7 +61,7 @@ def measured_cluster(
     cluster: Cluster | None = None,
     device: "torch.device | None" = None,
     with_sharding: bool = True,
-    backends: Sequence[str] = ("mpi",),
+    backends: Callable[[], Sequence[str]] = lambda: ("mpi",),
 ) -> Cluster:
     """Return the machines, the same on every rank. Collective over `world`.
 
@@ -72,7 +72,8 @@ def measured_cluster(
         cluster: an earlier measurement of as many ranks, which saves a new one; rank 0's is used.
         device: on which this rank computes; by default the CPU.
         with_sharding: measure what only plans with `zero` need, too.
-        backends: those that may sum gradients, the default first.
+        backends: returns those that may sum gradients, the default first; called for a measurement only, as to
+            look at Horovod takes memory.
 
     Raises:
         ValueError: the ranks cannot be measured (`probe`); raised on every rank.
@@ -83,7 +84,7 @@ def measured_cluster(
             what = f"the given cluster has {cluster.num_ranks} ranks, and there are {world.size}"
             notices.tell(f"{what}: the machines are measured now")
         gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
-        on = device or CPU, with_sharding, backends
+        on = device or CPU, with_sharding, backends()
         cluster = probe(world, work, gradient_bytes, progress_thread, *on)
     return cluster
 

@@ -411,7 +411,7 @@ class PlanMaker:
             cluster=known,
             device=self._device,
             with_sharding=self._shares_out,
-            backends=self.backends,
+            backends=lambda: self.backends,
         )
         if known is None and file is not None and self._world.rank == 0:
             file.write(cluster)
