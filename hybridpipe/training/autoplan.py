@@ -72,8 +72,8 @@ def measured_cluster(
         cluster: an earlier measurement of as many ranks, which saves a new one; rank 0's is used.
         device: on which this rank computes; by default the CPU.
         with_sharding: measure what only plans with `zero` need, too.
-        backends: returns those that may sum gradients, the default first; called for a measurement only, as to
-            look at Horovod takes memory.
+        backends: returns those that may sum gradients, the default first. It is called for a measurement
+            only, as a look at Horovod takes memory.
 
     Raises:
         ValueError: the ranks cannot be measured (`probe`); raised on every rank.
