@@ -25,8 +25,8 @@ def test_a_plan_is_taken_that_the_kernel_allows(job):
 
 def test_running_out_of_memory_is_told_with_figures(job):
     told = job(2, "limited_memory.py", "whole", ROOM, fails=True).stdout
-    assert re.search(r"hybridpipe: plan 1 does not fit .*: rank 0 has .* MB \(RLIMIT_DATA\)", told)
+    assert re.search(r"hybridpipe: plan 1 does not fit .*: rank 0 has .* [MG]B \(RLIMIT_DATA\)", told)
     [line] = re.findall(r"hybridpipe: rank 0 on host .*; ending the job", told)
     assert "can't allocate memory: you tried" in line
-    assert re.search(r"; out of memory: the process has had .*, its limit is .* MB \(RLIMIT_DATA\), ", line)
-    assert " MB were predicted; smaller microbatches" in line
+    assert re.search(r"; out of memory: the process has had .*, its limit is .* [MG]B \(RLIMIT_DATA\), ", line)
+    assert re.search(r" [MG]B were predicted; smaller microbatches", line)
