@@ -28,5 +28,6 @@ def test_running_out_of_memory_is_told_with_figures(job):
     assert re.search(r"hybridpipe: plan 1 does not fit .*: rank 0 has .* [MG]B \(RLIMIT_DATA\)", told)
     [line] = re.findall(r"hybridpipe: rank 0 on host .*; ending the job", told)
     assert "can't allocate memory: you tried" in line
-    assert re.search(r"; out of memory: the process has had .*, its limit is .* [MG]B \(RLIMIT_DATA\), ", line)
+    limit = r"its limit is .* [MG]B \(RLIMIT_DATA\), "
+    assert re.search(rf"; out of memory: the process has had .*, {limit}", line)
     assert re.search(r" [MG]B were predicted; smaller microbatches", line)
