@@ -183,7 +183,7 @@ def _probe(options: argparse.Namespace) -> int:
     try:
         thread = needs_progress_thread(MPI.COMM_WORLD, device)
         backends = suited(usable(MPI.COMM_WORLD, device), options.sync)
-        cluster = probe(MPI.COMM_WORLD, progress_thread=thread, device=device, backends=backends)
+        cluster = probe(MPI.COMM_WORLD, backends, progress_thread=thread, device=device)
     except ValueError as error:
         failure.refuse(error)
     num_cores = this_host(MPI.COMM_WORLD).num_cores if device.type == "cpu" else None

@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hybridpipe.collectives.protocol import Work
+from hybridpipe.collectives.protocol import Handle
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.transport import Pending
 
-Gather = Callable[[Tensor], Work]  # starts an all-gather (`Collectives.all_gather`)
+Gather = Callable[[Tensor], Handle]  # starts an all-gather (`Collectives.all_gather`)
 WORD = torch.int64  # counts of words instead of bytes: MPI counts in 32 bits
 
 
-def all_gather(transport: MpiTransport, replicas: WatchedComm, weights: Tensor) -> Work:
+def all_gather(transport: MpiTransport, replicas: WatchedComm, weights: Tensor) -> Handle:
     """Start to fill a tensor with every replica's share of it (`Collectives.all_gather`).
 
     Args:

@@ -14,16 +14,16 @@ import torch.distributed
 from torch import Tensor
 
 from hybridpipe.collectives.all_gather import all_gather
-from hybridpipe.collectives.protocol import Collectives, Work
+from hybridpipe.collectives.protocol import Collectives, Handle
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.device import lanes_of, visible_gpus
-from hybridpipe.environment import NCCL_SHARES_FROM
 from hybridpipe.errors import UserError
 from hybridpipe.planning.checks import AUTO_SYNC, BACKENDS
 
-NCCL_SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"  # "1" lets ranks share a GPU, from NCCL_SHARES_FROM on
+# "1" lets ranks share a GPU from NCCL 2.30 on, whose number is 23000.
+NCCL_SHARES, NCCL_SHARES_FROM = "NCCL_MULTI_RANK_GPU_ENABLE", 23000
 
 
 def open_collectives(
@@ -49,7 +49,7 @@ def open_collectives(
     return HorovodCollectives(replicas, gather)
 
 
-def _no_gather(weights: Tensor) -> Work:
+def _no_gather(weights: Tensor) -> Handle:
     raise RuntimeError("these collectives were opened without a transport, which moves weights")
 
 

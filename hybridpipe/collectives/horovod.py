@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hybridpipe.collectives.all_gather import Gather
-from hybridpipe.collectives.protocol import Work
+from hybridpipe.collectives.protocol import Handle
 from hybridpipe.errors import UserError
 from hybridpipe.health import failure
 from hybridpipe.planning.cost.formula import BUCKET_BYTES
@@ -42,32 +42,32 @@ class HorovodCollectives:
         self._hvd = horovod(replicas)
         self.all_gather = gather
 
-    def all_reduce(self, tensors: Sequence[Tensor], name: str) -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], name: str) -> Handle:
         """Start to sum each tensor in place (`Collectives`)."""
-        handle = self._hvd.grouped_allreduce_async_(tensors, name=name, op=self._hvd.Sum)
-        return _HorovodWork(self._hvd, handle)
+        number = self._hvd.grouped_allreduce_async_(tensors, name=name, op=self._hvd.Sum)
+        return _HorovodHandle(self._hvd, number)
 
-    def reduce_scatter(self, rows: Tensor, name: str) -> Work:
+    def reduce_scatter(self, rows: Tensor, name: str) -> Handle:
         """Start to sum rows, one for each rank (`Collectives`)."""
-        handle = self._hvd.grouped_reducescatter_async([rows], name=name, op=self._hvd.Sum)
-        return _HorovodWork(self._hvd, handle)
+        number = self._hvd.grouped_reducescatter_async([rows], name=name, op=self._hvd.Sum)
+        return _HorovodHandle(self._hvd, number)
 
     def close(self) -> None:
         """Shut down this process's Horovod world. Collective."""
         self._hvd.shutdown()
 
 
-class _HorovodWork:
+class _HorovodHandle:
     """A collective of Horovod's in progress."""
 
-    def __init__(self, hvd: Any, handle: Any) -> None:
-        self._hvd, self._handle = hvd, handle
+    def __init__(self, hvd: Any, number: Any) -> None:
+        self._hvd, self._number = hvd, number
 
     def wait(self) -> Sequence[Tensor]:
         """Return the results; sleep between polls, as Horovod's wait takes a core."""
-        while not self._hvd.poll(self._handle):
+        while not self._hvd.poll(self._number):
             time.sleep(POLL_SECONDS)
-        results: Sequence[Tensor] = self._hvd.synchronize(self._handle)
+        results: Sequence[Tensor] = self._hvd.synchronize(self._number)
         return results
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridpipe.collectives.all_gather import Gather
 from hybridpipe.collectives.parcels import parcels_of
-from hybridpipe.collectives.protocol import Work
+from hybridpipe.collectives.protocol import Handle
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.device import GpuLanes, Lanes
 
@@ -41,11 +41,11 @@ class MpiCollectives:
     def __init__(self, replicas: MPI.Comm, lanes: Lanes, gather: Gather) -> None:
         self._communicator, self._lanes = MPI.Intracomm(replicas).Dup(), lanes
         self.all_gather = gather
-        self._todo = SimpleQueue[_MpiWork | None]()
+        self._todo = SimpleQueue[_MpiHandle | None]()
         self._thread = threading.Thread(target=self._run, name="collectives", daemon=True)
         self._thread.start()
 
-    def all_reduce(self, tensors: Sequence[Tensor], name: str) -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], name: str) -> Handle:
         """Start to sum each tensor in place (`Collectives`)."""
         parcels = parcels_of(tensors)
         hosts = [_HostCopy(parcel.content, self._lanes) for parcel in parcels]
@@ -61,7 +61,7 @@ class MpiCollectives:
 
         return self._start(reduce, results)
 
-    def reduce_scatter(self, rows: Tensor, name: str) -> Work:
+    def reduce_scatter(self, rows: Tensor, name: str) -> Handle:
         """Start to sum rows, one for each rank (`Collectives`).
 
         Each rank gets its row of every rank and adds them up. Within a host MPI's own reduce-scatter takes up
@@ -86,8 +86,8 @@ class MpiCollectives:
         self._thread.join()
         self._communicator.Free()
 
-    def _start(self, action: Callable[[], None], results: Callable[[], Sequence[Tensor]]) -> Work:
-        work = _MpiWork(action, results)
+    def _start(self, action: Callable[[], None], results: Callable[[], Sequence[Tensor]]) -> Handle:
+        work = _MpiHandle(action, results)
         self._todo.put(work)
         return work
 
@@ -121,7 +121,7 @@ class MpiCollectives:
         self._communicator.Alltoall(_words(sent), _words(received))
 
 
-class _MpiWork:
+class _MpiHandle:
     """A collective that the thread has run, is running or will run."""
 
     def __init__(self, action: Callable[[], None], results: Callable[[], Sequence[Tensor]]) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Work(Protocol):
+class Handle(Protocol):
     """A collective in progress."""
 
     def wait(self) -> Sequence[Tensor]:
@@ -26,7 +26,7 @@ class Collectives(Protocol):
 
     is_ordered: bool
 
-    def all_reduce(self, tensors: Sequence[Tensor], name: str) -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], name: str) -> Handle:
         """Start to sum each tensor in place over the ranks.
 
         Args:
@@ -34,7 +34,7 @@ class Collectives(Protocol):
             name: the same on all ranks; of no other collective in progress.
         """
 
-    def reduce_scatter(self, rows: Tensor, name: str) -> Work:
+    def reduce_scatter(self, rows: Tensor, name: str) -> Handle:
         """Start to sum rows, one for each rank, over the ranks; the one result is this rank's, as a matrix.
 
         Args:
@@ -42,7 +42,7 @@ class Collectives(Protocol):
             name: as for `all_reduce`.
         """
 
-    def all_gather(self, weights: Tensor) -> Work:
+    def all_gather(self, weights: Tensor) -> Handle:
         """Start to fill a tensor of one equal share for each rank, of which this rank's is there.
 
         Args:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
@@ -16,10 +16,8 @@ from torch import Tensor
 
 from hybridpipe.collectives.addresses import own_address
 from hybridpipe.collectives.parcels import parcels_of
-from hybridpipe.collectives.protocol import Work
-from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.collectives.protocol import Handle
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import rank_status
 
 POLL_SECONDS = 100e-6  # between two looks at a collective on CPUs: gloo's own wait hears no signal
 dist: Any = torch.distributed  # its types name neither stores nor process groups
@@ -39,15 +37,17 @@ class TorchCollectives:
 
     is_ordered = True
 
-    def __init__(self, replicas: WatchedComm, device: torch.device) -> None:
-        self._on_gpu, self._ranks = device.type == "cuda", replicas.ranks
+    def __init__(self, replicas: MPI.Comm, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
         self._rank, self._size = replicas.rank, replicas.size
         address = own_address(replicas)
         self._store = _store(replicas, address)
-        on = self._store, self._rank, self._size
-        self._group: Any = _nccl(*on) if self._on_gpu else _gloo(*on, address)
+        kind = dist.ProcessGroupNCCL if self._on_gpu else dist.ProcessGroupGloo
+        options = kind.Options() if self._on_gpu else _gloo(address)
+        options._timeout = TIMEOUT
+        self._group: Any = kind(self._store, self._rank, self._size, options)
 
-    def all_reduce(self, tensors: Sequence[Tensor], name: str) -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], name: str) -> Handle:
         """Start to sum each tensor in place (`Collectives`)."""
         parcels = parcels_of(tensors)
         started = [self._group.allreduce([parcel.content]) for parcel in parcels]
@@ -57,24 +57,24 @@ class TorchCollectives:
                 parcel.unpack(parcel.content)
             return tensors
 
-        return self._work(started, results)
+        return self._handle(started, results)
 
-    def reduce_scatter(self, rows: Tensor, name: str) -> Work:
+    def reduce_scatter(self, rows: Tensor, name: str) -> Handle:
         """Start to sum rows, one for each rank (`Collectives`)."""
         if self._on_gpu:
             mine = torch.empty_like(rows[:1])
-            return self._work([self._group._reduce_scatter_base(mine, rows)], lambda: [mine])
+            return self._handle([self._group._reduce_scatter_base(mine, rows)], lambda: [mine])
         of_each = torch.empty_like(rows)  # gloo before torch 2.8 has no reduce-scatter
         started = self._group.alltoall_base(of_each, rows, [], [])
-        return self._work([started], lambda: [of_each.sum(0, keepdim=True)])
+        return self._handle([started], lambda: [of_each.sum(0, keepdim=True)])
 
-    def all_gather(self, weights: Tensor) -> Work:
+    def all_gather(self, weights: Tensor) -> Handle:
         """Start to fill a tensor with each rank's share of it (`Collectives`)."""
         words = weights.view(torch.int64)  # so that any type of weights can be gathered
         share = len(words) // self._size
         mine = words[self._rank * share : (self._rank + 1) * share]
         started = self._group._allgather_base(words, mine if self._on_gpu else mine.clone())
-        return _Watched(self._work([started], lambda: [weights]), "all-gather of weights", self._ranks)
+        return self._handle([started], lambda: [weights])
 
     def close(self) -> None:
         """Close the group's connections. Collective."""
@@ -82,11 +82,11 @@ class TorchCollectives:
             getattr(self._group, "shutdown", self._group.abort)()  # torch 2.6 has no shutdown
         self._group = self._store = None
 
-    def _work(self, started: Sequence[Any], results: Callable[[], Sequence[Tensor]]) -> "_TorchWork":
-        return _TorchWork(started, results, polls=not self._on_gpu)
+    def _handle(self, started: Sequence[Any], results: Callable[[], Sequence[Tensor]]) -> Handle:
+        return _TorchHandle(started, results, polls=not self._on_gpu)
 
 
-class _TorchWork:
+class _TorchHandle:
     """Collectives of torch's in progress.
 
     Args:
@@ -110,23 +110,6 @@ class _TorchWork:
         return self._results()
 
 
-class _Watched(NamedTuple):
-    """A collective whose wait the rank's status names.
-
-    Args:
-        ranks: in the world.
-    """
-
-    work: _TorchWork
-    what: str
-    ranks: Sequence[int]
-
-    def wait(self) -> Sequence[Tensor]:
-        """Return the results once they are there."""
-        with rank_status.waiting(self.what, self.ranks):
-            return self.work.wait()
-
-
 def _store(replicas: MPI.Comm, address: str) -> Any:
     """Open the store through which the ranks of a group find each other, at the first one. Collective."""
     size, first = replicas.size, replicas.rank == 0
@@ -135,16 +118,9 @@ def _store(replicas: MPI.Comm, address: str) -> Any:
     return mine or dist.TCPStore(host, port, size, False, TIMEOUT, wait_for_workers=False)
 
 
-def _gloo(store: Any, rank: int, size: int, address: str) -> Any:
-    options = dist.ProcessGroupGloo._Options()
-    named = os.environ.get("GLOO_SOCKET_IFNAME")
+def _gloo(address: str) -> Any:
+    """Return options by which gloo listens where the user says, or at an address."""
+    options, named = dist.ProcessGroupGloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME")
     on = {"interface": named.split(",")[0]} if named else {"hostname": address}
     options._devices = [dist.ProcessGroupGloo.create_device(**on)]
-    options._timeout = TIMEOUT
-    return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _nccl(store: Any, rank: int, size: int) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = TIMEOUT
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return options

@@ -78,13 +78,13 @@ def replication(
     assert plan.sync is not None
     with rank_status.waiting(f"start of {plan.sync}", replicas.ranks):
         collectives = open_collectives(plan.sync, replicas, transport, device)
-    reduced = parameters, replicas, collectives
     sparse = set().union(*(sparse_parameters(stage.module) for stage in stages))
     options = compression, sparse, [p for p, count in uses.items() if count > 1]
     zero, scatters = plan.zero_of(place.stage), plan.scatters(place.stage)
     if not zero:
-        return Replication(parameters, BucketSync(*reduced, *options), None, is_first)
+        sync = BucketSync(parameters, replicas, collectives, *options)
+        return Replication(parameters, sync, None, is_first)
     frees = zero == 2
-    shards = Shards(parameters, replicas.rank, replicas.size, collectives.all_gather, sparse, frees)
-    sync = ShardedSync(*reduced, shards, scatters, frees, shared, *options)
+    shards = Shards(parameters, replicas.rank, replicas.ranks, collectives.all_gather, sparse, frees)
+    sync = ShardedSync(parameters, replicas, collectives, shards, scatters, frees, shared, *options)
     return Replication(parameters, sync, shards, is_first)

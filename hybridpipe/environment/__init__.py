@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Mapping
 
-NCCL_SHARES_FROM = 23000  # NCCL 2.30, as NCCL counts; older ones refuse two ranks on one GPU
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")  # set by launchers
 
 

@@ -234,12 +234,14 @@ def launcher_met() -> str:
 
 @check("ranks' GPUs", gpus.APART)
 def gpu_of_each_rank() -> str:
-    """Check that each rank has a GPU, as a training chooses them, and that NCCL takes them."""
+    """Check that each rank has a GPU, as a training chooses them, and that gradients need not leave them."""
     import torch
     from mpi4py import MPI
 
+    from hybridpipe.collectives.backends import suited, usable
     from hybridpipe.comm.gpus import own_device
     from hybridpipe.device import visible_gpus
+    from hybridpipe.planning.checks import AUTO_SYNC
 
     world, here = MPI.COMM_WORLD, socket.gethostname()
     device = own_device(world, None)
@@ -255,9 +257,10 @@ def gpu_of_each_rank() -> str:
         if isinstance(each, Exception):
             raise Problem(f"rank {rank}: {each}")
     places = [each for each in found if isinstance(each, gpus.Place)]
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    if slower := gpus.refuses_to_share(places, _build(), may_share):
-        raise Problem(slower, severity=SLOW)
+    able = usable(world, device)
+    if able.on_gpus and suited(able, AUTO_SYNC) == ["mpi"]:
+        slower = "MPI sums gradients, through the host's memory"
+        raise Problem(f"{gpus.who_has_which(places)}: {slower}: {able.whys['torch']}", severity=SLOW)
     return gpus.who_has_which(places)
 
 

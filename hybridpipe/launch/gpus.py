@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hybridpipe.environment import NCCL_SHARES_FROM
-
 APART = "start one rank a GPU, or hybridpipe setup --cuda staged, which takes any number"
 
 
@@ -97,21 +95,6 @@ def who_has_which(places: Sequence[Place]) -> str:
         if on_cpu := [place.rank for place in places if place.host == host and not place.gpu]:
             parts[host].append(f"{_ranks(on_cpu)} on CPUs")
     return "; ".join(f"{host}: {', '.join(each)}" for host, each in parts.items())
-
-
-def refuses_to_share(places: Sequence[Place], build: Build, may_share: bool) -> str | None:
-    """Return why gradients do not go by the NCCL that there is; None if they do, or if there is none.
-
-    Args:
-        places: of all ranks.
-        build: the installed builds.
-        may_share: True if NCCL_MULTI_RANK_GPU_ENABLE=1 is set, which NCCL knows from 2.30 on.
-    """
-    several = [ranks for ranks in shared(places).values() if len(ranks) > 1]
-    has_nccl = build.nccl or (build.torch_nccl and not build.horovod_cuda)
-    if not several or not has_nccl or (may_share and build.nccl >= NCCL_SHARES_FROM):
-        return None
-    return f"{_ranks(several[0])} share a GPU, which NCCL refuses: MPI sums gradients, through host memory"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -5,12 +5,12 @@ Not known here: stages and plans. Invariant: as in `repetitions`.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count, islice
 from statistics import mean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,6 +42,7 @@ from hybridpipe.planning.cost.formula import BUCKET_BYTES
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+CLEARLY = 0.95  # of the default backend's seconds: measurements of one differ by as much
 QUICK_CYCLE_MILLISECONDS = 1.0  # Horovod 0.28's default
 NUM_TENSORS = 4  # of a bucket: backends join small ones
 BESIDE_SECONDS = 0.1  # for the all-reduces beside computing
@@ -55,24 +56,41 @@ LEAST_BYTES = 2**19  # of a bucket; smaller ones show the latency only, and thei
 LARGE_BYTES = (2**24, 2**25, 2**26)
 
 
-class AllReduce(NamedTuple):
-    """Measured figures of a backend's all-reduce over a level.
+def fastest_backend(
+    world: "MPI.Comm", unit: Unit, backends: Sequence[str], gradient_bytes: int, lanes: Lanes
+) -> str:
+    """Return the backend that sums a model's gradients fastest over the first unit of a level. Collective.
 
     Args:
-        figures: of the all-reduce by itself.
-        overlap: the share of it that costs a computing rank nothing, in [0, 1].
-        speed: of ranks beside the backend's idle thread, relative to that without it.
+        backends: the default first, which stays where none is clearly faster.
+        gradient_bytes: size of the model's gradients; at most the last of SIZES_BYTES is summed.
     """
+    if len(backends) == 1:
+        return backends[0]
+    num_bytes = max(BUCKET_BYTES, min(gradient_bytes, SIZES_BYTES[-1]))
+    timed = partial(_buckets_seconds, num_bytes=num_bytes, lanes=lanes)
+    ranks = range(unit.ranks)
+    seconds = {each: in_group(world, ranks, partial(timed, backend=each)) for each in backends}
+    return clearly_fastest(seconds)
 
-    figures: Collective
-    overlap: float
-    speed: float
 
-    def seconds(self, num_bytes: int, num_ranks: int) -> float:
-        """Return the seconds that buckets of gradients take together."""
-        sent = 2 * (num_ranks - 1) / num_ranks * num_bytes
-        starts = max(1, num_bytes // BUCKET_BYTES) * self.figures.latency_seconds
-        return self.figures.wait_seconds + starts + sent / self.figures.bandwidth
+def clearly_fastest(seconds: Mapping[str, float]) -> str:
+    """Return the name with the fewest seconds; the first one where none is clearly faster."""
+    default, best = next(iter(seconds)), min(seconds, key=lambda name: seconds[name])
+    return best if seconds[best] < CLEARLY * seconds[default] else default
+
+
+def _buckets_seconds(group: "MPI.Comm", num_bytes: int, lanes: Lanes, backend: str) -> float:
+    """Return the seconds of all-reduces of buckets that are started together, as at the end of a backward."""
+    buckets = [torch.zeros(BUCKET_BYTES // 4, device=lanes.device) for _ in range(num_bytes // BUCKET_BYTES)]
+
+    def reduce() -> None:
+        for handle in [collectives.all_reduce([each], f"bucket{i}") for i, each in enumerate(buckets)]:
+            handle.wait()
+        lanes.synchronize()
+
+    with _collectives(group, lanes, backend) as collectives:
+        return repeated(group, num_bytes, reduce).seconds
 
 
 def measure_allreduce(
@@ -83,7 +101,7 @@ def measure_allreduce(
     computing: Computing,
     lanes: Lanes,
     backend: str,
-) -> AllReduce:
+) -> tuple[Collective, float, float]:
     """Measure a backend's all-reduce over the first unit of a level. Collective over `world`.
 
     Args:
@@ -95,6 +113,10 @@ def measure_allreduce(
         computing: the speed of a machine's ranks.
         lanes: of the device that holds gradients and computes.
         backend: one of BACKENDS.
+
+    Returns:
+        The all-reduce's figures; its overlap with computing, in [0, 1]; and the speed of ranks beside the
+        backend's idle thread, relative to that without it.
     """
     sent = 2 * (unit.ranks - 1) / unit.ranks  # by each rank, of the whole; no ring is faster than its links
     burst = link.burst_bytes or 0.0
@@ -131,7 +153,7 @@ def measure_allreduce(
     figures = Collective(sent / line.seconds_per_byte, latency, line.error, wait)
     alone, reducing, both = beside
     busy = reducing - quick  # waiting for Horovod's cycle takes no processor time
-    return AllReduce(figures, fit.overlap(alone, busy, both) if busy > 0 else 1.0, speed)
+    return figures, fit.overlap(alone, busy, both) if busy > 0 else 1.0, speed
 
 
 def _reduce(

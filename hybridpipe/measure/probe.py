@@ -4,7 +4,7 @@ Not known here: how figures follow from timings (`hybridpipe.planning.cost.fit`)
 Invariant: ranks outside a measurement sleep (`hybridpipe.comm.idle`); those inside repeat equally often.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import torch
 from hybridpipe.comm.idle import machine_leaders
 from hybridpipe.device import GpuLanes, Lanes, lanes_of
 from hybridpipe.environment.memory_limits import bytes_for_stages
-from hybridpipe.measure.allreduce import LARGE_BYTES, AllReduce, measure_allreduce
+from hybridpipe.measure.allreduce import LARGE_BYTES, fastest_backend, measure_allreduce
 from hybridpipe.measure.computing import Computing, measure_computing
 from hybridpipe.measure.links import Link, measure_link, measure_wakeups
 from hybridpipe.measure.memory import memory_of_ranks
@@ -25,17 +25,16 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 CPU = torch.device("cpu")
-CLEARLY = 0.95  # of the default backend's seconds: measurements of one differ by as much
 
 
 def probe(
     world: "MPI.Comm",
+    backends: Sequence[str],
     work: Work | None = None,
     gradient_bytes: int = LARGE_BYTES[-1],
     progress_thread: bool = True,
     device: torch.device = CPU,
     with_sharding: bool = True,
-    backends: Sequence[str] = ("mpi",),
 ) -> Cluster:
     """Measure the machines behind `world`, as training uses them. Collective.
 
@@ -44,6 +43,7 @@ def probe(
     machine, or of a GPU, compute alone and together.
 
     Args:
+        backends: those that training may use, the default first (`suited`).
         work: computes one unit of the ranks' work, and returns when it is done, to measure how computing
             ranks slow each other down. By default a product of matrices, which stays in the cache, and a sum,
             which does not.
@@ -51,7 +51,6 @@ def probe(
         progress_thread: the transport of training has a progress thread (`needs_progress_thread`).
         device: on which this rank computes.
         with_sharding: measure also what only plans with `zero` need: reduce-scatter and all-gather.
-        backends: those that training may use, the default first (`usable`).
 
     Returns:
         The cluster, in seconds and bytes; the same on every rank.
@@ -76,8 +75,9 @@ def probe(
     computing = measure_now()
     if isinstance(lanes, GpuLanes):
         open_transport = partial(StagedTransport, progress_thread=progress_thread, lanes=lanes)
-    on_levels = per_machine, gradient_bytes, computing, open_transport, lanes, with_sharding, backends
-    links, levels, outermost, sync = _measure_levels(world, units, *on_levels)
+    sync = fastest_backend(world, units[-1], backends, gradient_bytes, lanes)
+    on_levels = per_machine, gradient_bytes, computing, open_transport, lanes, with_sharding, sync
+    links, levels, overlap, replicated_speed = _measure_levels(world, units, *on_levels)
     computing = computing.or_more(measure_now())
     wakeups: tuple[float, ...] = ()  # a GPU goes on computing while its host wakes up
     if lanes.on_host:
@@ -91,8 +91,8 @@ def probe(
         message_seconds=max(link.handling_seconds for link in links),
         message_seconds_per_byte=max(link.handling_seconds_per_byte for link in links),
         wakeup_seconds=wakeups,
-        replicated_speed=outermost.speed,
-        overlap=outermost.overlap,
+        replicated_speed=replicated_speed,
+        overlap=overlap,
         sync=sync,
     )
 
@@ -106,34 +106,23 @@ def _measure_levels(
     open_transport: OpenTransport,
     lanes: Lanes,
     with_sharding: bool,
-    backends: Sequence[str],
-) -> tuple[list[Link], tuple[Level, ...], AllReduce, str]:
-    """Return links and levels, the fastest backend's all-reduce over all ranks, and its name. Collective."""
+    backend: str,
+) -> tuple[list[Link], tuple[Level, ...], float, float]:
+    """Return links and levels, and overlap and speed beside an all-reduce over all ranks. Collective."""
     links = [measure_link(world, unit, per_machine, open_transport, lanes.on_host) for unit in units]
-    of_backends = {
-        backend: [
-            measure_allreduce(world, unit, link, gradient_bytes, computing, lanes, backend)
-            for unit, link in zip(units, links, strict=True)
-        ]
-        for backend in backends
-    }
-    outermost = {backend: measured[-1] for backend, measured in of_backends.items()}
-    sync = fastest(outermost, gradient_bytes, world.size)
-    reduced = [each.figures for each in of_backends[sync]]
+    all_reduces = [
+        measure_allreduce(world, unit, link, gradient_bytes, computing, lanes, backend)
+        for unit, link in zip(units, links, strict=True)
+    ]
+    reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
     sharing: list[tuple[Collective | None, Collective | None]] = [(None, None) for _ in units]
     if with_sharding:
         sharing = [
-            measure_sharding(world, unit, link, gradient_bytes, allreduce, open_transport, lanes, sync)
+            measure_sharding(world, unit, link, gradient_bytes, allreduce, open_transport, lanes, backend)
             for unit, link, allreduce in zip(units, links, reduced, strict=True)
         ]
-    return links, tuple(map(_level, units, links, reduced, sharing)), outermost[sync], sync
-
-
-def fastest(measured: Mapping[str, AllReduce], gradient_bytes: int, num_ranks: int) -> str:
-    """Return the backend that sums a model's gradients fastest; the first where none is clearly faster."""
-    seconds = {name: each.seconds(gradient_bytes, num_ranks) for name, each in measured.items()}
-    default, best = next(iter(seconds)), min(seconds, key=lambda name: seconds[name])
-    return best if seconds[best] < CLEARLY * seconds[default] else default
+    levels = tuple(map(_level, units, links, reduced, sharing))
+    return links, levels, overlap[-1], replicated_speed[-1]
 
 
 def _level(

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridpipe.collectives.protocol import Collectives, Work
+from hybridpipe.collectives.protocol import Collectives, Handle
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.status import rank_status
 from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
@@ -56,7 +56,7 @@ class Bucket:
 
     Attributes:
         missing: parameters whose last gradient has not arrived.
-        work: the reduction under way.
+        handle: of the reduction under way.
         num_bytes: of gradients in the last reduction.
         is_reduced: the sum is there.
         waits: only the reduction that completes the gradients covers the bucket.
@@ -70,7 +70,7 @@ class Bucket:
         self.name, self.parameters = name, parameters
         self._sparse, self._halves = frozenset(sparse).intersection(parameters), halves
         self.tensors: list[Tensor] = []
-        self.work: Work | None = None
+        self.handle: Handle | None = None
         self.num_bytes = 0
         self.is_reduced = self.waits = False
         self.missing = set(parameters)
@@ -78,7 +78,7 @@ class Bucket:
     @property
     def has_started(self) -> bool:
         """True from `start` to `reset`."""
-        return self.work is not None or self.is_reduced
+        return self.handle is not None or self.is_reduced
 
     def reset(self) -> None:
         """Begin anew, for the next reduction."""
@@ -93,12 +93,12 @@ class Bucket:
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors)
         self.tensors.append(present)
         pieces = [piece for tensor in self.tensors for piece in _pieces(tensor)]
-        self.work = collectives.all_reduce(pieces, self.name)
+        self.handle = collectives.all_reduce(pieces, self.name)
 
     def finish(self) -> None:
         """Wait for the sums, and put them where they belong."""
-        assert self.work is not None
-        self.work.wait()
+        assert self.handle is not None
+        self.handle.wait()
         *tensors, present = self.tensors
         rows = iter(tensors[len(self.parameters) :])
         for parameter, tensor, count in zip(self.parameters, tensors, present.tolist()):
@@ -109,7 +109,7 @@ class Bucket:
                 parameter.grad = _sparse(tensor.to(parameter.dtype), rows_of[:-1])
             else:
                 _put(parameter, tensor)
-        self.tensors, self.work, self.is_reduced = [], None, True
+        self.tensors, self.handle, self.is_reduced = [], None, True
 
 
 class BucketSync:
@@ -140,7 +140,7 @@ class BucketSync:
         late: Collection[Tensor] = (),
     ) -> None:
         self._parameters, self._replicas, self._sparse = list(parameters), replicas, frozenset(sparse)
-        self.collectives, self._late = collectives, frozenset(late)
+        self._collectives, self._late = collectives, frozenset(late)
         self._halves = COMPRESSIONS[compression] == 0.5
         self._armed = False
         self.overlaps = True  # False reduces nothing before `finish`, to measure the gain of overlapping
@@ -153,7 +153,7 @@ class BucketSync:
         self._unhook()
         trained = [p for p in self._parameters if p.requires_grad]
         self._buckets = self._make_buckets(trained)
-        self._filled_in_turn: list[Bucket] | None = [] if self.collectives.is_ordered else None
+        self._filled_in_turn: list[Bucket] | None = [] if self._collectives.is_ordered else None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
@@ -184,7 +184,7 @@ class BucketSync:
             if not bucket.has_started:
                 self._start(bucket)
         for bucket in due:
-            if bucket.work is not None:
+            if bucket.handle is not None:
                 self._finish(bucket)
             bucket.reset()
         if completes and self._filled_in_turn is not None:
@@ -203,7 +203,7 @@ class BucketSync:
     def close(self) -> None:
         """Remove the parameters' hooks and close the collectives. Collective over the replicas."""
         self._unhook()
-        self.collectives.close()
+        self._collectives.close()
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -229,7 +229,7 @@ class BucketSync:
         """Start a bucket that a backward has filled, or where order matters those whose turn it is."""
         if self._filled_in_turn is not None:
             self._filled_in_turn.append(bucket)
-        for each in self._in_turn() if self.collectives.is_ordered else [bucket]:
+        for each in self._in_turn() if self._collectives.is_ordered else [bucket]:
             self._start(each)
 
     def _in_turn(self) -> Iterator[Bucket]:
@@ -241,7 +241,7 @@ class BucketSync:
                 yield each
 
     def _start(self, bucket: Bucket) -> None:
-        bucket.start(self.collectives)
+        bucket.start(self._collectives)
         self.bytes_reduced += bucket.num_bytes
 
     def _finish(self, bucket: Bucket) -> None:

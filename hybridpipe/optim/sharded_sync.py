@@ -69,12 +69,12 @@ class ScatteredBucket(Bucket):
                     row[begin : begin + len(part)] = gradient[part.start : part.stop]
             p.grad = None
         self.num_bytes = rows.nbytes
-        self.work = collectives.reduce_scatter(rows, self.name)
+        self.handle = collectives.reduce_scatter(rows, self.name)
 
     def finish(self) -> None:
         """Wait for this replica's row, and give its gradients to the parts."""
-        assert self.work is not None
-        (rows,) = self.work.wait()
+        assert self.handle is not None
+        (rows,) = self.handle.wait()
         row, share = rows[0], self._layout.share
         for p, count in zip(self.parameters, row[share:].tolist(), strict=True):
             part = self._ranges[p]
@@ -82,7 +82,7 @@ class ScatteredBucket(Bucket):
                 # a part that does not begin its parameter begins the share
                 begin = 0 if part.start else self._layout.offsets[self._index[p]] % share
                 self._shards.add(p, row[begin : begin + len(part)].to(p.dtype))
-        self.work, self.is_reduced = None, True
+        self.handle, self.is_reduced = None, True
 
 
 class ShardedSync(BucketSync):
@@ -164,6 +164,6 @@ class ShardedSync(BucketSync):
             return
         for each in self._in_turn():
             self._start(each)
-            under_way = [other for other in self._buckets if other.work is not None]
+            under_way = [other for other in self._buckets if other.handle is not None]
             for oldest in under_way[:-MOST_IN_FLIGHT]:
                 self._finish(oldest)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.collectives.all_gather import Gather
-from hybridpipe.collectives.protocol import Work
+from hybridpipe.collectives.protocol import Handle
+from hybridpipe.comm.status import rank_status
 from hybridpipe.optim.gradient_sync import filled
 from hybridpipe.optim.layout import Layout
 from hybridpipe.stage.parts import Piece, join
@@ -74,6 +75,7 @@ class Shards:
     Args:
         parameters: of all stages that the rank holds.
         replica: this rank's, in the order of the all-gather.
+        ranks: of all replicas, in the world.
         sparse: parameters whose gradients may be sparse.
         frees: gradients of other replicas' elements shall not stay in memory until the update.
 
@@ -87,12 +89,12 @@ class Shards:
         self,
         parameters: Iterable[Tensor],
         replica: int,
-        replicas: int,
+        ranks: Sequence[int],
         gather: Gather,
         sparse: Collection[Tensor] = (),
         frees: bool = False,
     ) -> None:
-        given, self._gather, self._frees = list(parameters), gather, frees
+        given, self._ranks, self._gather, self._frees = list(parameters), ranks, gather, frees
         kinds = defaultdict[object, list[Tensor]](list)
         overlapping = _overlapping(given)
         for p in given:
@@ -100,7 +102,7 @@ class Shards:
             if is_array and p not in sparse and p not in overlapping:
                 kinds[p.dtype, p.device, p.requires_grad].append(p)
         buckets = [bucket for alike in kinds.values() for bucket in filled(alike)]
-        self.buckets = [FlatBucket(bucket, replica, replicas) for bucket in buckets]
+        self.buckets = [FlatBucket(bucket, replica, len(ranks)) for bucket in buckets]
         self.ranges = {p: part for bucket in self.buckets for p, part in bucket.ranges.items()}
         self.parts = {p: p for p in given if p not in self.ranges}
         for bucket in self.buckets:
@@ -155,7 +157,7 @@ class Shards:
 
     def gather(self) -> None:
         """Give each replica the weights that the others have updated. Collective over them."""
-        under_way = deque[tuple[FlatBucket, Work]]()
+        under_way = deque[tuple[FlatBucket, Handle]]()
         for bucket in self.buckets:
             if any(p.requires_grad for p in bucket.parameters):
                 under_way.append((bucket, self._gather(bucket.weights)))
@@ -164,8 +166,9 @@ class Shards:
         for each in under_way:
             self._finish(*each)
 
-    def _finish(self, bucket: FlatBucket, gathering: Work) -> None:
-        gathering.wait()
+    def _finish(self, bucket: FlatBucket, gathering: Handle) -> None:
+        with rank_status.waiting("all-gather of weights", self._ranks):
+            gathering.wait()
         self.bytes_gathered += bucket.weights.nbytes
         for parameter in bucket.parameters:  # autograd shall detect a graph of the weights before
             torch.autograd.graph.increment_version(parameter)

@@ -55,25 +55,25 @@ class Choice:
 def measured_cluster(
     world: "MPI.Comm",
     profile: ModelProfile,
+    backends: Callable[[], Sequence[str]],
     work: Callable[[], object] | None = None,
     *,
     progress_thread: bool = True,
     cluster: Cluster | None = None,
     device: "torch.device | None" = None,
     with_sharding: bool = True,
-    backends: Callable[[], Sequence[str]] = lambda: ("mpi",),
 ) -> Cluster:
     """Return the machines, the same on every rank. Collective over `world`.
 
     Args:
         profile: the model's profile; rank 0's is used.
+        backends: returns those that may sum gradients, the default first. It is called for a measurement
+            only, as a look at Horovod takes memory.
         work: runs a part of the model, to measure how ranks that compute at once slow each other down.
         progress_thread: True if the transport of the training has one (`probe`).
         cluster: an earlier measurement of as many ranks, which saves a new one; rank 0's is used.
         device: on which this rank computes; by default the CPU.
         with_sharding: measure what only plans with `zero` need, too.
-        backends: returns those that may sum gradients, the default first. It is called for a measurement
-            only, as a look at Horovod takes memory.
 
     Raises:
         ValueError: the ranks cannot be measured (`probe`); raised on every rank.
@@ -84,8 +84,8 @@ def measured_cluster(
             what = f"the given cluster has {cluster.num_ranks} ranks, and there are {world.size}"
             notices.tell(f"{what}: the machines are measured now")
         gradient_bytes = world.bcast(sum(layer.parameter_bytes for layer in profile.layers))
-        on = device or CPU, with_sharding, backends()
-        cluster = probe(world, work, gradient_bytes, progress_thread, *on)
+        on = device or CPU
+        cluster = probe(world, backends(), work, gradient_bytes, progress_thread, on, with_sharding)
     return cluster
 
 

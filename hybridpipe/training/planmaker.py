@@ -406,12 +406,12 @@ class PlanMaker:
         cluster = measured_cluster(
             self._world,
             profile,
+            lambda: self.backends,
             work,
             progress_thread=self.progress_thread,
             cluster=known,
             device=self._device,
             with_sharding=self._shares_out,
-            backends=lambda: self.backends,
         )
         if known is None and file is not None and self._world.rank == 0:
             file.write(cluster)

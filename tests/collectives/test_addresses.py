@@ -1,34 +1,25 @@
-"""Hosts are reached in a network that all of them are in."""
-
-from ipaddress import IPv4Interface
+"""Hosts reach each other under addresses that are their own."""
 
 import pytest
 
-from hybridpipe.collectives.addresses import address_towards, addresses_in_one_network, interfaces
+from hybridpipe.collectives.addresses import address_towards, addresses, those_of_one_host
 from hybridpipe.errors import UserError
 
-BRIDGE = "172.17.0.1/16"  # of containers: the same on every host
+BRIDGE = "172.17.0.1"  # of containers: the same on every host
 
 
-@pytest.mark.parametrize(
-    "hosts, expected",
-    [
-        ([["10.0.0.1/24"], ["10.0.0.2/24"]], ["10.0.0.1", "10.0.0.2"]),
-        ([[BRIDGE, "10.0.0.1/24"], ["10.0.0.2/24", BRIDGE]], ["10.0.0.1", "10.0.0.2"]),
-        ([["192.168.1.4/24", "10.0.0.1/24"], ["10.0.0.2/24"]], ["10.0.0.1", "10.0.0.2"]),
-        ([["10.0.0.1/24"], ["10.0.1.1/24"]], None),
-        ([[], ["10.0.0.2/24"]], None),
-    ],
-)
-def test_the_first_network_of_all_hosts_is_taken(hosts, expected):
-    found = addresses_in_one_network([[*map(IPv4Interface, host)] for host in hosts])
-    assert found == expected
+def test_an_address_that_several_hosts_have_leads_nowhere():
+    hosts = {0: [BRIDGE, "10.0.0.1"], 2: [BRIDGE, "10.0.0.2", "192.168.1.2"], 4: ["10.0.0.3"]}
+    assert those_of_one_host(hosts, besides=0) == ["10.0.0.2", "192.168.1.2", "10.0.0.3"]
+    assert those_of_one_host(hosts, besides=4) == ["10.0.0.1", "10.0.0.2", "192.168.1.2"]
 
 
-def test_this_hosts_interfaces_leave_loopback_out():
-    assert not any(each.ip.is_loopback for each in interfaces())
+def test_a_host_reaches_itself_under_the_addresses_that_it_has():
+    assert not any(address.startswith("127.") for address in addresses())
+    for address in addresses():
+        assert address_towards(["127.0.0.1", address]) == address
 
 
 def test_without_a_route_the_remedy_is_named():
-    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME"):
+    with pytest.raises(UserError, match="use sync 'mpi'"):
         address_towards(["127.0.0.1"])

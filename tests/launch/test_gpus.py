@@ -1,14 +1,11 @@
 """What the doctor says of GPUs, from the answers of torch, MPI and Horovod on machines that have some."""
 
-import pytest
-
-from hybridpipe.launch.gpus import Build, Place, describe, refuses_to_share, who_has_which
+from hybridpipe.launch.gpus import Build, Place, describe, who_has_which
 
 STAGED = Build(torch_cuda="13.0", horovod_cuda=True, torch_nccl=True)
 NCCL = Build(torch_cuda="13.0", horovod_cuda=True, nccl=22809, torch_nccl=True, cuda_aware=True)
 NO_HOROVOD = Build(torch_cuda="13.0", torch_nccl=True)
 CPU = Build(torch_cuda=None)
-SHARED = "ranks 1, 3 share a GPU, which NCCL refuses: MPI sums gradients, through host memory"
 
 
 def test_a_torch_without_cuda_is_named():
@@ -46,22 +43,3 @@ def test_each_rank_and_its_gpu():
         "h1: rank 0 on cuda:0 (H100), ranks 1, 2 share cuda:1 (H100); "
         "h2: rank 3 on cuda:0 (H100), rank 4 on CPUs"
     )
-
-
-@pytest.mark.parametrize(
-    "build, may_share, refused",
-    [
-        (NCCL, False, True),
-        (NCCL, True, True),  # 2.28 does not know the variable
-        (Build("13.0", True, 23007), False, True),
-        (Build("13.0", True, 23007), True, False),
-        (NO_HOROVOD, True, True),
-        (STAGED, False, False),
-    ],
-)
-def test_nccl_takes_one_rank_a_gpu(build, may_share, refused):
-    """Ranks that see one GPU each under the same number, as Slurm has it, do not share it."""
-    apart = [Place(0, "h1", "a", "cuda:0"), Place(1, "h1", "b", "cuda:0"), Place(2, "h2", "a", "cuda:0")]
-    assert refuses_to_share(apart, build, may_share) is None
-    said = refuses_to_share([*apart, Place(3, "h1", "b", "cuda:0")], build, may_share)
-    assert said == (SHARED if refused else None)

@@ -62,7 +62,10 @@ def model() -> nn.Sequential:
 
 
 def make(net, rank=0, scatters=True, frees=False, compression="none", is_ordered=False, **options):
-    collectives, shards = Collectives(rank, is_ordered), Shards(net.parameters(), rank, 2, None, frees=frees)
+    collectives, shards = (
+        Collectives(rank, is_ordered),
+        Shards(net.parameters(), rank, (0, 1), None, frees=frees),
+    )
     given = list(net.parameters()), Replicas(), collectives, shards, scatters, frees
     return ShardedSync(*given, compression=compression, **options), shards, collectives
 

@@ -400,7 +400,7 @@ def trained_only(given):
 
 def test_replicas_of_a_frozen_stage_have_no_update_to_share_out():
     frozen = [p.requires_grad_(False) for p in parameters(None, None)]
-    shards, rule = Shards(frozen, 0, 2, None), UpdateRule(trained_only)
+    shards, rule = Shards(frozen, 0, (0, 1), None), UpdateRule(trained_only)
     assert rule.why_not_sharded(frozen, shards) is None
     assert rule.build(frozen, make_plan("2", 4, 2), 0, float, (), shards).optimizer is None
 
@@ -409,7 +409,7 @@ def test_scaling_and_clipping_reach_the_parts():
     """Each replica counts its own elements, and a whole parameter on one of them only."""
     given = parameters(None, None)
     whole = given[1]
-    shards = Shards(given, 0, 2, None, sparse={whole})
+    shards = Shards(given, 0, (0, 1), None, sparse={whole})
     told = []
     update = UpdateRule(sgd, clip_grad_norm=1.0).build(
         given, make_plan("2", 4, 2), 0, lambda number: told.append(number) or number, [whole], shards

@@ -2,6 +2,7 @@
 
 import torch
 
+from hybridpipe.collectives.backends import suited, usable
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.measure.probe import probe
 
@@ -17,8 +18,10 @@ def work():
     torch.mm(matrix, matrix)
 
 
-cluster = probe(world, work)
+backends = suited(usable(world, torch.device("cpu")), "auto")
+cluster = probe(world, backends, work)
 
+assert cluster.sync in backends
 assert calls, "the work that was given is what computes"
 assert world.allgather(cluster) == [cluster] * world.size
 (level,) = cluster.levels
