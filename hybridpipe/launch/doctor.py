@@ -300,6 +300,7 @@ def all_reduce() -> str:
         collectives.close()
         if mean != (world.size - 1) / 2:
             raise Problem(f"{backend}'s mean of the ranks' numbers is {mean}, not {(world.size - 1) / 2}")
+    everyone.Free()
     return f"{' and '.join(backends)} averaged over {world.size} ranks"
 
 
