@@ -44,6 +44,9 @@ class Lanes:
     def synchronize(self) -> None:
         """Wait until all work is done."""
 
+    def enter_thread(self) -> None:
+        """Prepare this thread for looks at the lanes' work."""
+
     def load(self, tensor: Tensor) -> Tensor:
         """Return an input on the device."""
         return tensor.to(self.device)
@@ -85,6 +88,10 @@ class GpuLanes(Lanes):
     def synchronize(self) -> None:
         """Wait until the current stream has done its work."""
         self._cuda.current_stream(self.device).synchronize()
+
+    def enter_thread(self) -> None:
+        """Make the device this thread's own, else its first look at an event would use the first GPU."""
+        self._cuda.set_device(self.device)
 
     def load(self, tensor: Tensor) -> Tensor:
         """Return an input on the device, without waiting.

@@ -129,6 +129,9 @@ class LateCuda(TorchFunctionMode):
     def Event(self, enable_timing: bool = False, blocking: bool = False) -> Event:
         return Event(self)
 
+    def set_device(self, device: torch.device) -> None:
+        """There is one."""
+
     def current_stream(self, device: torch.device | None = None) -> Stream:
         return self._current
 
@@ -142,10 +145,17 @@ class LateCuda(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is torch.empty and kwargs.get("dtype") is torch.uint8:
-            return self._taken(args[0]) if "device" in kwargs else torch.zeros(args[0], dtype=torch.uint8)
-        if function is torch.empty_like and "device" in kwargs and args[0].dtype is torch.uint8:
-            return self._taken(args[0].numel())
+        if kwargs.pop("pin_memory", False):
+            return (
+                function(*args, **kwargs)
+                .view(torch.uint8)
+                .fill_(FREE)
+                .view(kwargs.get("dtype") or args[0].dtype)
+            )
+        if function is torch.empty and "device" in kwargs and kwargs.get("dtype") is torch.uint8:
+            return self._taken(args[0])
+        if function is torch.empty_like and "device" in kwargs:
+            return self._taken(args[0].nbytes).view(args[0].dtype).view(args[0].shape)
         if function is Tensor.copy_ and (kwargs.get("non_blocking") or self._is_on_device(args[0])):
             return self._queued(*args[:2], snapshot=not kwargs.get("non_blocking"))
         if function is Tensor.pin_memory:

@@ -92,8 +92,7 @@ class MpiCollectives:
         return work
 
     def _run(self) -> None:
-        if isinstance(self._lanes, GpuLanes):
-            torch.cuda.set_device(self._lanes.device)  # else a look at an event would use the first GPU
+        self._lanes.enter_thread()
         error: BaseException | None = None
         while (work := self._todo.get()) is not None:
             error = work.run(error)
