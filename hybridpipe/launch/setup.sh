@@ -90,9 +90,9 @@ version() { "$1" -V 2>&1 | tail -n 1 || true; }
 check_machine() {  # check_machine PYTHON: the one that runs, or makes, the environment
   usable "$1" || die "needs Python 3.11 to 3.14, and $1 is '$(version "$1")': $another_python"
   [ "$here" ] || has_venv "$1" || die "$1 $(no_venv)"
-  [ "$(df -Pm "$([ "$here" ] && echo "$env" || echo .)" | awk 'NR == 2 {print $4}')" -ge 3000 ] ||
-    die "less than 3 GB free in ${env%/*}: make room, or $another_disk"
+  has_free 3 || die "less than 3 GB free in ${env%/*}: make room, or $another_disk"
 }
+has_free() { [ "$(df -Pm "$([ "$here" ] && echo "$env" || echo .)" | awk 'NR == 2 {print $4}')" -ge "${1}000" ]; }  # has_free GB
 has_venv() { "$1" -c 'import venv, ensurepip' 2>/dev/null; }
 no_venv() { echo "has no venv module: sudo apt install python3-venv (without root: a conda or pyenv python)"; }
 headers() { "$1" -c 'import os, sysconfig; path = sysconfig.get_paths()["include"]; os.stat(path + "/Python.h"); print(path)' 2>/dev/null; }
@@ -229,10 +229,13 @@ do_without() {
   without_horovod
   key=$(tried_key)
 }
-say_torch_is_large() {  # where nothing here can use its CUDA, and nobody has said where to take torch from
-  [ ! "$from" ] && [ ! -e /proc/driver/nvidia ] && ! type -P nvidia-smi >/dev/null || return 0
-  ! torch_version >/dev/null 2>&1 && ! "$python" -m pip config list | grep -E '(index-url|find-links)=' >/dev/null || return 0
-  say "torch with CUDA takes 3 GB, and here is no NVIDIA driver: launch/setup${extras:+ --extras $extras} --torch cpu takes the small one"
+say_torch_is_large() {  # where nobody has said where to take torch from: PyPI's has CUDA
+  [ ! "$from" ] && ! torch_version >/dev/null 2>&1 || return 0
+  ! "$python" -m pip config list | grep -E '(index-url|find-links)=' >/dev/null || return 0
+  local smaller="launch/setup${extras:+ --extras $extras} --torch cpu takes the small one"
+  has_free 9 || die "less than 9 GB free in ${env%/*}, which torch with CUDA takes with its download: make room, $another_disk, or $smaller"
+  [ ! -e /proc/driver/nvidia ] && ! type -P nvidia-smi >/dev/null || return 0
+  say "torch with CUDA takes 3 GB, and here is no NVIDIA driver: $smaller"
 }
 say_left_out() {  # before anything is downloaded
   [ "$left_out" ] && [ "$horovod" = auto ] || return 0

@@ -216,6 +216,11 @@ def test_a_full_disk(machine):
     (machine / "bin/df").unlink()
     program(machine / "bin/df", "echo x; echo x 1 1 100 1 /")
     assert "less than 3 GB free" in refusal(machine)
+    (machine / "bin/df").write_text("#!/bin/sh\necho x; echo x 1 1 8000 1 /\n")
+    asks = "torch_version() { false; }; another_disk=elsewhere; say_torch_is_large"
+    said = told(machine, asks, PIP_CONFIG_FILE="/dev/null")
+    assert "less than 9 GB free" in said and "elsewhere, or launch/setup --torch cpu" in said
+    assert told(machine, asks, PIP_FIND_LINKS="/wheels") == ""
 
 
 def test_here_without_an_environment(machine):
