@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -185,7 +186,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALVES else dtype
 
 
-def _words(tensor: Tensor) -> object:
+def _words(tensor: Tensor) -> np.ndarray:
     """Return a contiguous tensor as MPI moves it, bit by bit."""
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.view(words).numpy()
