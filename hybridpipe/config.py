@@ -180,6 +180,7 @@ class TrainConfig:
     precision: str = "fp32"
     compression: str = NO_COMPRESSION
     on_nonfinite: str = "stop"
+    optimizer_per_stage: bool = False
     target_accuracy: float | None = None
     target_loss: float | None = None
 

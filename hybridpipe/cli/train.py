@@ -202,6 +202,7 @@ def _trainer(
         num_workers=config.data.num_workers,
         hang_timeout=hang_timeout,
         on_nonfinite=config.train.on_nonfinite,
+        optimizer_per_stage=config.train.optimizer_per_stage,
         callbacks=[*callbacks, *make_loggers(config.log.to, out, config.log.every)],
     )
 

@@ -107,7 +107,8 @@ class Worker:
         groups = self._groups_that_share(stages)
         with_others = replicas, self.transport, self.device, rule.compression, groups
         made = replication(plan, place, stages, *with_others)
-        self._refuse(rule.why_not_sharded(made.parameters, made.shards))
+        has_all = plan.num_groups == 1
+        self._refuse(rule.why_not_apart(self.model, made.parameters, made.shards, has_all))
         elsewhere = [p for p, others in groups.items() if others[0] != place.stage]
         of_update = self._sum_over_ranks, made.uncounted(elsewhere), made.shards
         of_check = self._max_over_updating_ranks, elsewhere, made.parts

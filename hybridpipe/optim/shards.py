@@ -6,7 +6,7 @@ numbers except between an update and `gather`.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -114,16 +114,6 @@ class Shards:
         for parameter, part in self.parts.items():
             part.requires_grad_(parameter.requires_grad)
 
-    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer update this replica's parts only; what it keeps of the parameters is cut."""
-        for group in optimizer.param_groups:
-            mine = (self.parts.get(p) if p in self.ranges else p for p in group["params"])
-            group["params"] = [part for part in mine if part is not None]
-        for p in [p for p in optimizer.state if p in self.ranges]:
-            state = optimizer.state.pop(p)
-            if p in self.parts:
-                optimizer.state[self.parts[p]] = join([Piece(state)], p.shape, self.ranges[p], copies=True)
-
     def take(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Move summed gradients from parameters to this replica's parts, to what these have already.
 
@@ -172,6 +162,23 @@ class Shards:
         self.bytes_gathered += bucket.weights.nbytes
         for parameter in bucket.parameters:  # autograd shall detect a graph of the weights before
             torch.autograd.graph.increment_version(parameter)
+
+
+def take_over(
+    optimizer: torch.optim.Optimizer, parts: Mapping[Tensor, Tensor], ranges: Mapping[Tensor, range]
+) -> None:
+    """Let an optimizer update parts of parameters only; what it keeps of the parameters is cut.
+
+    Args:
+        parts, ranges: as in `Shards`.
+    """
+    for group in optimizer.param_groups:
+        mine = (parts.get(p) if p in ranges else p for p in group["params"])
+        group["params"] = [part for part in mine if part is not None]
+    for p in [p for p in optimizer.state if p in ranges]:
+        state = optimizer.state.pop(p)
+        if p in parts:
+            optimizer.state[parts[p]] = join([Piece(state)], p.shape, ranges[p], copies=True)
 
 
 def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:

@@ -14,17 +14,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridpipe.model.precision import FP32, Precision
-from hybridpipe.optim.elementwise import why_not_in_parts
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
-from hybridpipe.optim.shards import Shards
+from hybridpipe.optim.shards import Shards, take_over
+from hybridpipe.optim.trial import why_not_apart
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive
 from hybridpipe.planning.cluster import NO_COMPRESSION, check_compression
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
+from hybridpipe.stage.weights import sparse_parameters
 from hybridpipe.types import OptimizerFactory
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -73,6 +74,7 @@ class UpdateRule:
     compression: str = NO_COMPRESSION  # of gradients in the all-reduce over replicas
     on_nonfinite: str = "stop"
     precision: Precision = FP32
+    optimizer_per_stage: bool = False
 
     def __post_init__(self) -> None:
         check_compression(self.compression)
@@ -114,14 +116,37 @@ class UpdateRule:
             ValueError: an optimizer or a scheduler that cannot be used.
         """
         if parameters:
-            Update(self.optimizer(parameters), self.lr_scheduler)
+            Update(self._optimizer(parameters), self.lr_scheduler)
 
-    def why_not_sharded(self, parameters: Sequence[Tensor], shards: Shards | None) -> str | None:
-        """Return why the optimizer cannot update this replica's parts of the parameters; None if it can."""
-        if shards is None or not shards.ranges or self._optimizer(parameters) is None:
+    def why_not_apart(
+        self, model: nn.Module, parameters: Sequence[Tensor], shards: Shards | None, has_all: bool
+    ) -> str | None:
+        """Return why a rank's optimizer would train otherwise than one of the whole model; None if it may.
+
+        Args:
+            parameters: of all stages that the rank holds.
+            shards: what this replica updates; None: everything.
+            has_all: they are all that the model trains.
+        """
+        if self.optimizer_per_stage or not parameters:
             return None
-        why = why_not_in_parts(self.optimizer, parameters, shards.ranges)
-        return why and f"zero needs an optimizer that updates each element by itself: {why}; set zero = 0"
+        allowed, sparse = "or allow it by optimizer_per_stage=True", sparse_parameters(model)
+        everything = parameters if has_all else list(dict.fromkeys([*model.parameters(), *parameters]))
+        if not has_all and (why := why_not_apart(self._optimizer, everything, parameters, sparse=sparse)):
+            needed = "several stages need an optimizer that updates each parameter by itself"
+            return f"{needed}: {why}; clip by clip_grad_norm, take plan='dp', {allowed}"
+        if shards is None or not shards.ranges:
+            return None
+        why = why_not_apart(self._optimizer, parameters, parameters, shards.ranges, sparse)
+        needed = "zero needs an optimizer that updates each element by itself"
+        return why and f"{needed}: {why}; set zero = 0, {allowed}"
+
+    def why_not_halved(self, model: nn.Module) -> str | None:
+        """Return why the optimizer cannot update halves of the model's parameters; None if it can."""
+        parameters: list[Tensor] = list(model.parameters())
+        sparse = sparse_parameters(model)
+        halves = {p: range(p.numel() // 2, p.numel()) for p in parameters if p.ndim and p not in sparse}
+        return why_not_apart(self._optimizer, parameters, parameters, halves, sparse) if halves else None
 
     def build(
         self,
@@ -145,7 +170,7 @@ class UpdateRule:
         optimizer = self._optimizer(parameters)
         if shards is not None:
             if optimizer is not None:
-                shards.take_over(optimizer)
+                take_over(optimizer, shards.parts, shards.ranges)
             parameters = [*parameters, *(part for p, part in shards.parts.items() if part is not p)]
         return Update(
             optimizer,
@@ -170,15 +195,20 @@ class UpdateRule:
         """Make the optimizer.
 
         It is None without parameters, or if all are frozen and the factory takes only trained ones.
+
+        Raises:
+            ValueError: its `step` needs an argument.
         """
         if not parameters:
             return None
         try:
-            return self.optimizer(parameters)
+            optimizer = self.optimizer(parameters)
         except ValueError as error:
             if "empty parameter list" in str(error) and not any(p.requires_grad for p in parameters):
                 return None
             raise
+        _check_step("optimizer", optimizer, "the pipeline computes the loss once for each minibatch")
+        return optimizer
 
 
 class Given(NamedTuple):
@@ -225,8 +255,8 @@ class Update:
         loss_scale: the factor on the losses; by default none.
 
     Raises:
-        ValueError: `step` of the optimizer or the scheduler needs an argument, or a parameter group has no
-            learning rate to scale.
+        ValueError: `step` of the scheduler needs an argument, or a parameter group has no learning rate to
+            scale.
     """
 
     def __init__(
@@ -244,7 +274,6 @@ class Update:
         self.given = Given.of(optimizer)
         self.learning_rate = learning_rate or LearningRate()
         if optimizer is not None:
-            _check_step("optimizer", optimizer, "the pipeline computes the loss once for each minibatch")
             _check_rates(optimizer, self.learning_rate)
         if optimizer is not None and scheduler is not None:
             self.scheduler = scheduler(optimizer)

@@ -32,7 +32,6 @@ from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.model.deferred import Built, Factory, Numbers, build, build_from_meta
 from hybridpipe.model.initialise import is_on_meta
 from hybridpipe.model.layers import Layers, known_layers, layers_of
-from hybridpipe.optim.elementwise import why_not_in_parts
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.checks import AUTO_SYNC
 from hybridpipe.planning.cluster import Cluster
@@ -90,9 +89,7 @@ def _shareable(request: PlanRequest, model: nn.Module, rule: UpdateRule, tells: 
     Args:
         tells: print the reason.
     """
-    # A few are enough, and some optimizers allocate their state at once.
-    few = [p for p in model.parameters() if p.requires_grad][:2]
-    why = why_not_in_parts(rule.optimizer, few, few) if request.zero == AUTO and few else None
+    why = rule.why_not_halved(model) if request.zero == AUTO else None
     if why is None:
         return request
     if tells:

@@ -80,8 +80,7 @@ class Trainer(TrainerView):
         scale_learning_rate: under pipedream, multiply a stage's learning rate by its replicas over the first
             stage's, because it updates more seldom by that factor (PipeDream's code).
         delay_warm_up: under asynchronous schedules, but not pipedream-2bw: number of minibatches in which a
-            stage whose gradients are d updates late takes smaller steps, at first by d (PipeMare, MLSys 2021,
-            section 3.1).
+            stage whose gradients are d updates late takes smaller steps, at first by d (PipeMare, 2021).
         precision: "bf16" and "fp16" compute the forward under autocast, and send float32 values and gradients
             over cuts in 16 bits; "bf16-params" also casts matrices, once an update.
         compression: "fp16" sends float32 gradients between replicas as float16: three digits, up to 65504.
@@ -97,6 +96,8 @@ class Trainer(TrainerView):
             state of every rank and ends the job; 0 for never.
         on_nonfinite: where a loss or gradient is NaN or infinite: "stop" ends the job and names it, "skip"
             leaves the update out, on all ranks or an asynchronous stage's replicas; "ignore" does not check.
+        optimizer_per_stage: allow an optimizer that looks beyond a parameter, or under `zero` beyond an
+            element: at those of its stage, or at its replica's share.
         metrics: functions by name for evaluation, called with (outputs, targets) of a microbatch; each
             returns (sum, count), and `evaluate` returns sum over count of the data set. One called "accuracy"
             replaces the accuracy that is counted for targets that are classes.
@@ -141,6 +142,7 @@ class Trainer(TrainerView):
         world: MPI.Comm | None = None,
         hang_timeout: float = DEFAULT_SECONDS,
         on_nonfinite: str = "stop",
+        optimizer_per_stage: bool = False,
         metrics: Mapping[str, Metric] = MappingProxyType({}),
         callbacks: Sequence[Callback] = (),
         verbose: bool = True,
@@ -160,7 +162,7 @@ class Trainer(TrainerView):
         self._feed = Feed(self.world, self.seed, minibatch_size, num_workers, collate_fn)
         delay_warm_up = valid.integer("delay_warm_up", delay_warm_up, least=0)
         rates = optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up
-        self.rule = UpdateRule(*rates, compression, on_nonfinite, Precision(precision))
+        self.rule = UpdateRule(*rates, compression, on_nonfinite, Precision(precision), optimizer_per_stage)
         keep_freed_memory()
         self.device = planmaker.device_with_threads(self.world, valid.check_device(device))
         given, schedule = planmaker.read_given(plan, schedule)

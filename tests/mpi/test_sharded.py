@@ -29,8 +29,9 @@ def test_asynchronous_schedules_train_what_their_formulas_say(job):
 def test_each_optimizer_has_its_share_of_the_state(job, ranks):
     """With two replicas, whose sums have one order, parameters are the unsharded run's to the bit."""
     done = job(ranks, "sharded.py", "refused", "sparse", "options", "optimizers", timeout_seconds=200)
-    assert done.stdout.count("as each replica alone") == 1 + 3 + 4
+    assert done.stdout.count("as each replica alone") == 1 + 1 + 3 + 4
     assert done.stdout.count("refused: zero needs an optimizer that updates each element by itself") == 1
+    assert done.stdout.count("refused: several stages need an optimizer that updates each parameter by") == 2
 
 
 def test_a_stage_without_an_update_is_resumed_under_any_plan(job):

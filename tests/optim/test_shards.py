@@ -8,7 +8,7 @@ from torch import nn
 
 from hybridpipe.optim import gradient_sync
 from hybridpipe.optim.fused import fused
-from hybridpipe.optim.shards import Shards
+from hybridpipe.optim.shards import Shards, take_over
 
 
 class Copied:
@@ -36,7 +36,7 @@ class Replicas:
         ]
         self.optimizers = [factory(net.parameters()) for net in self.models]
         for shards, optimizer in zip(self.shards, self.optimizers, strict=True):
-            shards.take_over(optimizer)
+            take_over(optimizer, shards.parts, shards.ranges)
 
     def gather(self, weights):
         buckets = self.shards[0].buckets, self.shards[1].buckets, self.shards[2].buckets

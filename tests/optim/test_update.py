@@ -219,10 +219,11 @@ def test_optimizers_without_a_rate_work_where_nothing_changes_it():
 
 
 def test_optimizers_that_want_a_closure_are_refused():
+    rule = UpdateRule(torch.optim.LBFGS)
     with pytest.raises(ValueError, match=r"optimizer must have a step\(\) .* got LBFGS with step\(closure\)"):
-        Update(torch.optim.LBFGS(parameters(1.0)))
+        rule.try_out(parameters(1.0))
     with pytest.raises(ValueError, match="got LBFGS"):
-        UpdateRule(torch.optim.LBFGS).try_out(parameters(1.0))
+        rule.why_not_apart(nn.ParameterList(parameters(1.0, 2.0)), parameters(1.0), None, has_all=False)
 
 
 def test_schedulers_that_want_a_metric_are_refused():
@@ -401,7 +402,7 @@ def trained_only(given):
 def test_replicas_of_a_frozen_stage_have_no_update_to_share_out():
     frozen = [p.requires_grad_(False) for p in parameters(None, None)]
     shards, rule = Shards(frozen, 0, (0, 1), None), UpdateRule(trained_only)
-    assert rule.why_not_sharded(frozen, shards) is None
+    assert rule.why_not_apart(nn.ParameterList(frozen), frozen, shards, has_all=True) is None
     assert rule.build(frozen, make_plan("2", 4, 2), 0, float, (), shards).optimizer is None
 
 

@@ -21,6 +21,7 @@ from hybridpipe.optim import gradient_sync
 gradient_sync.BUCKET_BYTES = 2**13  # several buckets
 MINIBATCH, COUNT, TOKENS, WIDTH = 12, 6, 50, 37
 REPLICAS = MPI.COMM_WORLD.size
+CUT = StageSpec(0, 2), StageSpec(2, 4)
 WAYS = [(1, False), (2, True), (1, True), (2, False)]  # zero, scatter
 
 
@@ -72,14 +73,14 @@ def minibatches():
         yield tokens, torch.randint(0, 5, (size,), generator=generator)
 
 
-def train(optimizer, zero: int, scatter: bool, dtype=torch.float64, sparse=False, **options):
+def train(optimizer, zero: int, scatter: bool, dtype=torch.float64, sparse=False, cut=(), **options):
     """Return the trained state (on rank 0), and the bytes of this rank's optimizer."""
-    stage = StageSpec(0, 4, REPLICAS, zero=zero, scatter=scatter)
+    stages = cut or (StageSpec(0, 4, REPLICAS, zero=zero, scatter=scatter),)
     trainer = Trainer(
         make_model(dtype, sparse, real="precision" in options),
         loss=nn.functional.cross_entropy,
         optimizer=optimizer,
-        plan=Plan((stage,), num_microbatches=COUNT),
+        plan=Plan(stages, num_microbatches=COUNT),
         minibatch_size=MINIBATCH,
         **options,
     )
@@ -88,7 +89,7 @@ def train(optimizer, zero: int, scatter: bool, dtype=torch.float64, sparse=False
             parameter.requires_grad = i not in (1, 2)
         trainer.train_step(*minibatch)
     executor = trainer.worker.executor
-    kept = executor.update.optimizer.state.values()
+    kept = executor.update.optimizer.state.values() if executor.update.optimizer else ()
     tensors = [value for state in kept for value in state.values() if torch.is_tensor(value) and value.ndim]
     state, num_bytes = trainer.full_state_dict(), sum(tensor.nbytes for tensor in tensors)
     assert (executor.bytes_gathered > 0) == (zero > 0)
@@ -157,6 +158,22 @@ class Lamb(torch.optim.Optimizer):
                     p.sub_(p.grad * (group["lr"] * p.norm() / p.grad.norm()))
 
 
+class Clipped(torch.optim.SGD):
+    """Clips by the norm of all that it updates."""
+
+    def step(self):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.3)
+        super().step()
+
+
+def hooked(parameters) -> torch.optim.Optimizer:
+    """Clips in a hook, by the list that it was given."""
+    given = list(parameters)
+    optimizer = torch.optim.SGD(given, lr=0.05)
+    optimizer.register_step_pre_hook(lambda *_: (nn.utils.clip_grad_norm_(given, 0.3), None)[1])
+    return optimizer
+
+
 def trained_only(parameters) -> torch.optim.Optimizer:
     return torch.optim.Adam([p for p in parameters if p.requires_grad], lr=0.01)
 
@@ -191,12 +208,19 @@ def frozen() -> None:
 
 
 def refused() -> None:
-    try:
-        train(Lamb, 1, False)
-    except UserError as error:
-        tell(f"refused: {error}")
-    else:
-        raise AssertionError("not refused")
+    """What looks beyond an element under `zero`, and beyond a parameter under several stages."""
+    for optimizer, zero, cut in [(Lamb, 1, ()), (Clipped, 0, CUT), (hooked, 0, CUT)]:
+        try:
+            train(optimizer, zero, False, cut=cut)
+        except UserError as error:
+            tell(f"refused: {error}")
+        else:
+            raise AssertionError("not refused")
+        train(optimizer, zero, False, cut=cut, optimizer_per_stage=True)
+    expected, *_ = train(Lamb, 0, False)
+    state, *_ = train(Lamb, 0, False, cut=CUT)
+    compare(state, expected, 1e-10)
+    tell("an optimizer that looks at a parameter, in two stages: as each replica alone")
 
 
 def tell(line: str) -> None:

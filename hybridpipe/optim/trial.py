@@ -1,0 +1,294 @@
+"""Trial: finds out whether an optimizer that has some of the parameters updates them as one that has all.
+
+Knows torch optimizers and parameters; no stages and no messages. Invariant: parameters, gradients and random
+states are as before, and what takes steps is another optimizer of the same factory.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as of_any
+
+from hybridpipe.errors import told
+from hybridpipe.model.rng import preserved_state, seed_generators
+from hybridpipe.optim.shards import take_over
+
+# Those of torch that update an element from its own gradient and state. A subclass may do anything.
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+# Those that update a parameter from its own gradient and state; older versions of torch lack some.
+TENSORWISE = (
+    *ELEMENTWISE,
+    torch.optim.SparseAdam,
+    *(vars(torch.optim)[name] for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)),
+)
+NUM_STEPS = 24
+LARGEST, MOST = 2**18, 2**20  # elements of a parameter, and of all: those of this rank, and again of others
+TOLERANCE = 1e-3  # of an update, beside rounding; LAMB's differ by half
+TRIED_RATE = 0.01  # where the given rate is 0, as before a scheduler's first step
+
+
+class Round(NamedTuple):
+    """Some steps of an optimizer.
+
+    Args:
+        scale: norm of the smallest weights and gradients.
+        with_gaps: in each step a third of the parameters have no gradient.
+        whole_until: the step before which an optimizer of whole parameters is cut into parts, with its state.
+    """
+
+    scale: float
+    with_gaps: bool = False
+    whole_until: int = 0
+
+
+PLAIN = Round(1.0)
+ROUNDS = PLAIN, Round(1e-6), Round(1e-3, whole_until=NUM_STEPS // 2), Round(1e3), Round(1.0, with_gaps=True)
+NO_RANGES: Mapping[Tensor, range] = MappingProxyType({})
+Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer | None]
+
+
+def why_not_apart(
+    make: Make,
+    everything: Sequence[Tensor],
+    own: Sequence[Tensor],
+    ranges: Mapping[Tensor, range] = NO_RANGES,
+    sparse: Collection[Tensor] = (),
+) -> str | None:
+    """Return why an optimizer of some parameters, or of parts, does not do as one of all; None if it does.
+
+    Torch's own optimizers pass by their class. All others, and those with hooks, take the steps of ROUNDS.
+
+    Args:
+        everything: what the optimizer of all is made with.
+        own: what the other one is made with: some of them, or with `ranges` the same.
+        ranges: the elements of these that it updates, perhaps none; of others it updates all.
+        sparse: parameters whose gradients are sparse.
+    """
+    # A tensor on the meta device cannot have numbers for a while.
+    hollow = [p for p in everything if p.is_meta]
+    blank = (torch.empty((), dtype=p.dtype).expand(p.shape) for p in hollow)
+    stand = {p: nn.Parameter(each, p.requires_grad) for p, each in zip(hollow, blank)}
+    everything, own, sparse = ([stand.get(p, p) for p in each] for each in (everything, own, sparse))
+    optimizer = make(own)
+    if optimizer is None or not any(group["params"] for group in optimizer.param_groups):
+        return None
+    name = f"{type(optimizer).__name__}{' with hooks' if _has_hooks(optimizer) else ''}"
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    is_known = _is_known(optimizer, ELEMENTWISE if ranges else TENSORWISE)
+    if is_known and ranges:
+        return None
+    del optimizer
+    trial = _Trial(make, everything, own, {stand.get(p, p): part for p, part in ranges.items()}, sparse)
+    with trial.lending():
+        try:
+            why = trial.other_option() or (None if is_known else trial.other_step())
+        except Exception as error:  # whatever a user's factory raises
+            why = f"could not be tried: {told(error)}"
+    if why is None and not is_known and not trial.has_changed and any(rate != 0 for rate in rates):
+        why = "could not be tried: it has changed nothing"
+    return why and f"{name} {why}"
+
+
+class _Trial:
+    """Optimizers of one factory that take the same steps.
+
+    They are made with the user's own tensors, which have numbers of the trial for a while: a hook or a step
+    may look at what the factory was given. Large ones are shorter then, and some of many are left out.
+
+    Args:
+        make, everything, own, ranges, sparse: as in `why_not_apart`.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        everything: Sequence[Tensor],
+        own: Sequence[Tensor],
+        ranges: Mapping[Tensor, range],
+        sparse: Collection[Tensor],
+    ) -> None:
+        self._make, self._sparse, self._device = make, set(sparse), own[0].device
+        held = set(own)
+        shapes = _sample(own) | _sample([p for p in everything if p not in held])
+        self._all, self._own = ([p for p in tensors if p in shapes] for tensors in (everything, own))
+        self._ranges = {p: _scaled(part, p, shapes[p]) for p, part in ranges.items() if p in shapes}
+        drawn = [_drawn(i, shapes[p], p.dtype) * (1 + 9 * i / len(shapes)) for i, p in enumerate(self._all)]
+        self._weights = dict(zip(self._all, drawn))
+        self._gradients = {p: each.view(-1).flip(0).view(each.shape) for p, each in self._weights.items()}
+        self._what = "a part of a parameter" if ranges else "a stage's parameters"
+        self._than = "the whole" if ranges else "among the whole model's"
+        self.has_changed = False
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """Give tensors back their numbers and gradients, and generators their states, after this context."""
+        kept = [(p, p.data, p.grad) for p in self._all]
+        try:
+            with preserved_state(self._device, python_too=True):
+                yield
+        finally:
+            for p, data, gradient in kept:
+                p.grad = None  # it has another shape
+                p.data, p.grad = data, gradient
+
+    def other_option(self) -> str | None:
+        """Return how the options differ that the factory gives a parameter among others and among all."""
+        if self._ranges:
+            return None  # it is called with all
+        self._begin(PLAIN)
+        among_all, apart = (_options(self._make(tensors)) for tensors in (self._all, self._own))
+        for p in self._own:
+            for name, value in apart.get(p, {}).items():
+                if not _equal(value, among_all.get(p, {}).get(name)):
+                    return f"gives {self._what} another {name} than {self._than}"
+        return None
+
+    def other_step(self) -> str | None:
+        """Return how the own optimizer's steps differ from those of one of all parameters."""
+        for each in ROUNDS:
+            try:
+                start, expected = self._steps(each, self._all, NO_RANGES)
+            except Exception as error:  # whatever a user's step raises
+                if each is PLAIN:
+                    return f"could not be tried: {told(error)}"
+                continue  # a training would end in such a step, too
+            try:
+                _, found = self._steps(each, self._own, self._ranges)
+            except Exception as error:
+                return f"could not be tried on {self._what}: {told(error)}"
+            self.has_changed |= not all(map(torch.equal, start, expected))
+            if any(map(_differs, start, expected, found)):
+                return f"updates {self._what} otherwise than {self._than}"
+        return None
+
+    def _begin(self, of: Round) -> None:
+        """Give all tensors the numbers that a round begins with."""
+        for p, numbers in self._weights.items():
+            p.grad, p.data = None, (numbers * of.scale).to(self._device)
+
+    def _steps(
+        self, of: Round, given: Sequence[Tensor], ranges: Mapping[Tensor, range]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what this rank updates before and after the steps of an optimizer."""
+        self._begin(of)
+        start, parts = self._elements(), {p: p for p in given}
+        seed_generators(0, self._device, python_too=True)
+        optimizer = self._make(given)
+        assert optimizer is not None
+        for group in optimizer.param_groups:
+            if group.get("lr") == 0:
+                group["lr"] = TRIED_RATE
+        for step in range(NUM_STEPS):
+            if ranges and step == of.whole_until:
+                cut = {p: nn.Parameter(p.detach().view(-1)[_slice(ranges[p])]) for p in ranges if ranges[p]}
+                take_over(optimizer, cut, ranges)
+                parts = {p: p for p in given if p not in ranges} | cut
+            for i, p in enumerate(self._all):
+                p.grad = None
+                if p in parts and not (of.with_gaps and (step + i) % 3 == 0):
+                    size = of.scale * (1 + step % 5)  # else each element has had the same after a whole turn
+                    gradient = (self._gradients[p].roll(step) * size).to(self._device)
+                    gradient = gradient.to_sparse(1) if p in self._sparse else gradient
+                    is_part = parts[p] is not p
+                    parts[p].grad = gradient.view(-1)[_slice(ranges[p])] if is_part else gradient
+                elif p in parts:
+                    parts[p].grad = None
+            optimizer.step()
+        return start, self._elements()
+
+    def _elements(self) -> list[Tensor]:
+        """Return copies of the elements that this rank updates, of each of its parameters."""
+        whole = (range(p.numel()) for p in self._own)
+        return [
+            p.detach().reshape(-1)[_slice(self._ranges.get(p, every))].clone()
+            for p, every in zip(self._own, whole)
+        ]
+
+
+def _is_known(optimizer: torch.optim.Optimizer, kinds: Collection[type]) -> bool:
+    """Return True for an optimizer of these classes whose step is torch's alone."""
+    return type(optimizer) in kinds and not _has_hooks(optimizer) and "step" not in vars(optimizer)
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if functions run before or after a step."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any([*own, of_any._global_optimizer_pre_hooks, of_any._global_optimizer_post_hooks])
+
+
+def _sample(parameters: Sequence[Tensor]) -> dict[Tensor, torch.Size]:
+    """Return parameters to try, with their shapes: one of each shape first, then more while there is room.
+
+    The longest dimensions are halved of what is larger than LARGEST.
+    """
+    given = [p for p in parameters if p.numel() and (p.is_floating_point() or p.is_complex())]
+    firsts = {(p.shape, p.dtype): p for p in reversed(given)}
+    found, room = dict[Tensor, torch.Size](), MOST
+    for p in [*firsts.values(), *given]:
+        shape = list(p.shape)
+        while math.prod(shape) > LARGEST:
+            longest = shape.index(max(shape))
+            shape[longest] = shape[longest] // 2
+        if p not in found and math.prod(shape) <= room:
+            found[p], room = torch.Size(shape), room - math.prod(shape)
+    return found
+
+
+def _scaled(part: range, parameter: Tensor, shape: torch.Size) -> range:
+    """Return the part of a parameter that is shorter for a while."""
+    size, whole = shape.numel(), parameter.numel()
+    return range(part.start * size // whole, part.stop * size // whole)
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop)
+
+
+def _drawn(seed: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Draw numbers of norm 1, from a generator of their own, so that no two parts are alike.
+
+    Types of less than 32 bits become float32, whose steps are not lost in rounding.
+    """
+    dtype = dtype if dtype.itemsize >= 4 else torch.float32
+    numbers = torch.randn(shape.numel(), dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    numbers.add_(1).mul_(torch.logspace(-1, 1, shape.numel()))
+    return numbers.div_(torch.linalg.vector_norm(numbers)).view(shape)
+
+
+def _differs(start: Tensor, expected: Tensor, found: Tensor) -> bool:
+    """Return True if an update is another one than that of the whole, unless that is not finite."""
+    rounding = NUM_STEPS * torch.finfo(start.dtype).eps * expected.norm()
+    allowed = TOLERANCE * (expected - start).norm() + rounding
+    return bool(expected.isfinite().all()) and not bool((found - expected).norm() <= allowed)
+
+
+def _options(optimizer: torch.optim.Optimizer | None) -> dict[Tensor, dict[str, Any]]:
+    """Return the options of each parameter that are numbers."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    numbers = int, float, tuple, Tensor
+    kept = [{name: value for name, value in group.items() if isinstance(value, numbers)} for group in groups]
+    return {p: options for group, options in zip(groups, kept) for p in group["params"]}
+
+
+def _equal(one: object, other: object) -> bool:
+    """Compare two options."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one == other or (one != one and other != other)
