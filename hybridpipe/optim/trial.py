@@ -125,8 +125,9 @@ class _Trial:
         sparse: Collection[Tensor],
     ) -> None:
         self._make, self._sparse, self._device = make, set(sparse), own[0].device
-        held = set(own)
-        shapes = _sample(own) | _sample([p for p in everything if p not in held])
+        held, cut = set(own), {p for p, part in ranges.items() if 0 < len(part) < p.numel()}
+        shapes = _sample([*(p for p in own if p in cut), *(p for p in own if p not in cut)])
+        shapes |= _sample([p for p in everything if p not in held])
         self._all, self._own = ([p for p in tensors if p in shapes] for tensors in (everything, own))
         self._ranges = {p: _scaled(part, p, shapes[p]) for p, part in ranges.items() if p in shapes}
         drawn = [_drawn(i, shapes[p], p.dtype) * (1 + 9 * i / len(shapes)) for i, p in enumerate(self._all)]
@@ -169,11 +170,12 @@ class _Trial:
                 if each is PLAIN:
                     return f"could not be tried: {told(error)}"
                 continue  # a training would end in such a step, too
+            begun = (self._weights[p] * each.scale for p in self._own)
+            self.has_changed |= any(not torch.equal(p.cpu(), a) for p, a in zip(self._own, begun))
             try:
                 _, found = self._steps(each, self._own, self._ranges)
             except Exception as error:
                 return f"could not be tried on {self._what}: {told(error)}"
-            self.has_changed |= not all(map(torch.equal, start, expected))
             if any(map(_differs, start, expected, found)):
                 return f"updates {self._what} otherwise than {self._than}"
         return None
@@ -239,7 +241,9 @@ def _sample(parameters: Sequence[Tensor]) -> dict[Tensor, torch.Size]:
     The longest dimensions are halved of what is larger than LARGEST.
     """
     given = [p for p in parameters if p.numel() and (p.is_floating_point() or p.is_complex())]
-    firsts = {(p.shape, p.dtype): p for p in reversed(given)}
+    firsts = dict[object, Tensor]()
+    for p in given:
+        firsts.setdefault((p.shape, p.dtype), p)
     found, room = dict[Tensor, torch.Size](), MOST
     for p in [*firsts.values(), *given]:
         shape = list(p.shape)

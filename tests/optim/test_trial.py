@@ -426,6 +426,14 @@ def test_a_large_model_is_tried_on_less():
     assert given[0].shape == (4096, 3, 1024)
 
 
+def test_what_is_cut_is_tried_first():
+    """Of many parameters few are cut, as a bucket of them ends in one."""
+    given = [nn.Parameter(torch.empty(64, 64)) for _ in range(600)]
+    ranges = {p: range(0 if i < 500 else 64**2) for i, p in enumerate(given)} | {given[500]: range(9)}
+    assert BY_PART in why_not_apart(Lamb, given, given, ranges)
+    assert why_not_apart(Lamb, given, given, ranges | {given[500]: range(0)}) is None
+
+
 def test_tensors_on_the_meta_device():
     """Those of other stages, where each rank makes only its own."""
     own, other = parameters()[:2], [nn.Parameter(torch.empty(7, 5, device="meta"))]
