@@ -10,14 +10,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -73,6 +73,7 @@ class DcpFolder:
             self.forms = {
                 name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
                 for name, each in found.state_dict_metadata.items()
+                if isinstance(each, TensorStorageMetadata)
             }
         for name in sorted({each.relative_path for each in found.storage_data.values()}):
             if name != Path(name).name:
@@ -98,7 +99,7 @@ class _Files(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with open_regular(Path(path)) as (file, _):
-            yield io.BufferedReader(file)
+            yield io.BufferedReader(cast(io.RawIOBase, file))
 
 
 class _Reader(FileSystemReader):

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -68,7 +69,7 @@ class _Pairs(list[tuple[Any, Any]]):
 
 @dataclass(slots=True)
 class _Object:
-    """What torch would make by calling what is named."""
+    """An object that torch would make by calling what is named."""
 
     kind: _Name
     arguments: Any
@@ -86,7 +87,7 @@ def read_description(pickle: bytes, source: str) -> Metadata:
     """
     try:
         fields = _fields(_parsed(pickle), "Metadata")
-        tensors = {
+        tensors: dict[str, STORAGE_TYPES] = {
             name: _tensor(name, each)
             for name, each in _pairs(fields["state_dict_metadata"])
             if _is(each, "TensorStorageMetadata")
@@ -104,6 +105,7 @@ def _parsed(pickle: bytes) -> object:
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
+    argument: Any
     for opcode, argument, _ in pickletools.genops(pickle):
         name = opcode.name
         start = marks.pop() if name in _TAKES_ALL else len(stack) - _TAKES.get(name, 0)

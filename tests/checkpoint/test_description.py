@@ -225,8 +225,7 @@ def test_a_few_bytes_do_not_take_a_machines_time_or_memory(made):
 def test_tensors_that_share_a_list_of_parts_are_not_read_over_and_over():
     parts = [part([i], [1]) for i in range(3000)]
     tensor = [
-        TensorStorageMetadata(TensorProperties(torch.int8), torch.Size([3000]), parts)
-        for _ in range(3000)
+        TensorStorageMetadata(TensorProperties(torch.int8), torch.Size([3000]), parts) for _ in range(3000)
     ]
     made = Metadata({f"w{i}": each for i, each in enumerate(tensor)}, storage_data={})
     assert refused(made) == "tensor 'w1': its parts must have 3000 elements together, got 0"
