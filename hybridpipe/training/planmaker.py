@@ -217,6 +217,9 @@ class PlanMaker:
     @cached_property
     def memory(self) -> list[RankMemory]:
         """The memory of every rank, between measuring and training. Collective."""
+        replicates = self._given == "dp" if self.plan is None else max(self.plan.replicas) > 1
+        if replicates and self._world.size > 1:
+            _ = self.backends  # Horovod's library maps 160 MB, which a kernel's limit counts
         return memory_of_ranks(self._world, self._device, self._memory_bytes, self._cluster)
 
     def memory_for(self, plan: Plan) -> RankMemory:
