@@ -143,7 +143,10 @@ def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         UserError: there is no such file, or it is another kind, such as a pipe, which is not waited for.
     """
     with reading(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except ValueError as error:  # a null character, or half of a character
+            raise UserError(f"{str(path)!r}: no file can have this name: {error}") from None
         with open(descriptor, "rb", buffering=0) as file:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):

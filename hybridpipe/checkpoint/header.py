@@ -17,6 +17,7 @@ from hybridpipe.errors import UserError, shown, suggest
 LENGTH_BYTES = 8  # the header's length, little endian, stands before it
 LARGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 METADATA = "__metadata__"
+MOST_AXES = 64  # of a tensor, as in torch's own loops
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -113,9 +114,9 @@ def _slot(name: str, entry: Any, source: str) -> Slot:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise UserError(f"{source}: dtype: unknown {shown(dtype)}{suggest(str(dtype), ITEM_BYTES)}")
-    if not _are_counts(shape):
-        raise UserError(f"{source}: shape: must be integers >= 0, got {shown(shape)}")
-    if not _are_counts(offsets) or len(offsets) != 2:
+    if not are_counts(shape):
+        raise UserError(f"{source}: shape: must be at most {MOST_AXES} integers >= 0, got {shown(shape)}")
+    if not are_counts(offsets) or len(offsets) != 2:
         raise UserError(f"{source}: data_offsets: must be two integers >= 0, got {shown(offsets)}")
     if ITEM_BYTES[dtype] * math.prod(max(each, 1) for each in shape) >= 2**63:  # torch overflows
         raise UserError(f"{source}: shape: is too large for any machine: {shown(shape)}")
@@ -126,5 +127,7 @@ def _slot(name: str, entry: Any, source: str) -> Slot:
     return Slot(name, dtype, tuple(shape), start, stop)
 
 
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int and 0 <= each < 2**63 for each in value)
+def are_counts(value: Any) -> bool:
+    """True for at most `MOST_AXES` integers >= 0; the product of more could take hours."""
+    is_short = isinstance(value, list | tuple) and len(value) <= MOST_AXES
+    return is_short and all(type(each) is int and 0 <= each < 2**63 for each in value)

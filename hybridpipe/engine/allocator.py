@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hybridpipe.environment.memory_limits import Held, resident_bytes
+from hybridpipe.environment.memory_limits import own_limits, resident_bytes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 NEVER = -1  # value of M_TRIM_THRESHOLD
@@ -40,9 +40,7 @@ def return_freed_memory() -> None:
     _keeps = False
     _set(M_MMAP_THRESHOLD, LARGE_BYTES)  # each larger block has a mapping of its own
     _set(M_MMAP_MAX, MOST_BLOCKS)
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    _trim()
 
 
 def suit(needed: int | None, left: int | None) -> None:
@@ -78,21 +76,37 @@ def _set(parameter: int, value: int) -> None:
         libc.mallopt(parameter, value)
 
 
-def held_by_process() -> Held:
-    """Return what this process has; a C library without mallinfo2 says of nothing that it is reusable."""
-    libc, resident = ctypes.CDLL(None), resident_bytes()
-    if not hasattr(libc, "mallinfo2"):  # glibc < 2.33
-        return Held(resident)
-    libc.mallinfo2.restype = _MallInfo
-    return Held(resident, min(resident, libc.mallinfo2().fordblks))
+def _trim() -> None:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def held_by_process() -> int:
+    """Return the bytes that this process has, once it has returned what is free.
+
+    What stays mapped of that lies between blocks in use, and may fit no other block.
+    """
+    _trim()
+    return resident_bytes()
 
 
 def room_left(limit_bytes: int | None) -> int | None:
     """Return the bytes that this process may still take; None: not limited."""
     if limit_bytes is None:
         return None
-    held = held_by_process()
-    return max(0, limit_bytes - held.resident + held.reusable)
+    resident = resident_bytes()
+    left = min([limit_bytes - resident, *(room.num_bytes for room in own_limits())])
+    return max(0, left + min(resident, _freed_bytes()))
+
+
+def _freed_bytes() -> int:
+    """Return the bytes that the heaps have free; 0 where the C library does not tell."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):  # glibc < 2.33
+        return 0
+    libc.mallinfo2.restype = _MallInfo
+    return int(libc.mallinfo2().fordblks)
 
 
 _ENTRIES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

@@ -59,18 +59,6 @@ class RankMemory:
         return None if self.left_bytes is None else int(self.left_bytes / RESERVE)
 
 
-class Held(NamedTuple):
-    """Memory that a process has, in bytes.
-
-    Args:
-        resident: all of it.
-        reusable: the part that was freed and is still the process's: the next allocations use it.
-    """
-
-    resident: int
-    reusable: int = 0
-
-
 def resident_bytes(root: Path = ROOT) -> int:
     """Return this process's resident memory in bytes; 0 on systems without /proc."""
     words = _text(root / "proc/self/statm").split()
@@ -84,17 +72,17 @@ def rooms(root: Path = ROOT, env: Mapping[str, str] = os.environ) -> list[Room]:
         root: the folder that holds `proc` and `sys`.
         env: environment variables, of which Slurm's are read.
     """
-    return [*_cgroups(root), *_slurm(env), *_own_limits(root), *_ram(root)]
+    return [*_cgroups(root), *_slurm(env), *own_limits(root), *_ram(root)]
 
 
 def shared_out(
-    rooms: Sequence[Sequence[Room]], held: Sequence[Held], machines: Sequence[int]
+    rooms: Sequence[Sequence[Room]], held: Sequence[int], machines: Sequence[int]
 ) -> list[RankMemory]:
     """Return the memory of each rank: the least of its equal shares of the rooms that it has.
 
     Args:
         rooms: of each rank.
-        held: of each rank.
+        held: bytes that each rank has.
         machines: of each rank, a number that tells machines apart.
     """
     together: dict[tuple[object, ...], list[tuple[int, Room]]] = defaultdict(list)
@@ -102,12 +90,12 @@ def shared_out(
         for room in of_rank:
             key = (machine, room.sharers) if room.sharers else (rank, room)
             together[(*key, room.sharers)].append((rank, room))
-    found = [RankMemory(max(0, each.resident - each.reusable)) for each in held]
+    found = [RankMemory(each) for each in held]
     for sharing in together.values():
         num_bytes = min(room.num_bytes for _, room in sharing)
         for rank, room in sharing:
-            free = num_bytes - (sum(held[other].resident for other, _ in sharing) if room.with_held else 0)
-            limit = max(0, held[rank].resident + free // len(sharing))
+            free = num_bytes - (sum(held[other] for other, _ in sharing) if room.with_held else 0)
+            limit = max(0, held[rank] + free // len(sharing))
             least = found[rank].limit_bytes
             if least is None or limit < least:
                 found[rank] = replace(found[rank], limit_bytes=limit, origin=room.origin)
@@ -172,8 +160,11 @@ def _megabytes(env: Mapping[str, str], name: str) -> int:
     return int(text) * 2**20 if text.isdecimal() else 0
 
 
-def _own_limits(root: Path) -> Iterator[Room]:
-    """Yield the limits that the process has by itself (`ulimit -v`, `ulimit -d`)."""
+def own_limits(root: Path = ROOT) -> Iterator[Room]:
+    """Yield the limits that the process has by itself (`ulimit -v`, `ulimit -d`).
+
+    They count what is mapped, touched or not: threads' stacks and freed memory, too.
+    """
     limits, status = _text(root / "proc/self/limits"), _text(root / "proc/self/status")
     for origin, name, entry in (
         ("RLIMIT_AS", "Max address space", "VmSize"),

@@ -11,7 +11,7 @@ import torch
 from hybridpipe.comm.idle import idle_barrier, machine_leaders
 from hybridpipe.device import visible_gpus
 from hybridpipe.engine.allocator import held_by_process
-from hybridpipe.environment.memory_limits import RESERVE, Held, RankMemory, Room, rooms, shared_out
+from hybridpipe.environment.memory_limits import RESERVE, RankMemory, Room, rooms, shared_out
 from hybridpipe.planning.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ def memory_of_ranks(
     import_module("torch._dynamo")  # 80 MB, which the first optimizer would import, and no stage's
     cluster = world.bcast(cluster)
     on_host = device.type == "cpu"
-    held = held_by_process() if on_host else Held(torch.cuda.memory_allocated(device))
+    held = held_by_process() if on_host else torch.cuda.memory_allocated(device)
     mine = rooms() if on_host else _gpu(world, device)
     if given is not None:
         mine.append(Room(GIVEN, given, with_held=True))
     if cluster is not None and cluster.num_ranks == world.size and cluster.memory_bytes is not None:
         mine.append(Room("cluster.json", int(cluster.memory(world.rank) * RESERVE)))
-    ranks: list[tuple[list[Room], Held]] = world.allgather((mine, held))
+    ranks: list[tuple[list[Room], int]] = world.allgather((mine, held))
     every, holdings = zip(*ranks, strict=True)
     return shared_out(every, holdings, machine_leaders(world))
 

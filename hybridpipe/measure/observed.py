@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridpipe.engine.allocator import returning_freed_memory
 from hybridpipe.measure.allocated import Allocated, allocated
 from hybridpipe.model.tensors import (
     TensorTree,
@@ -49,6 +50,7 @@ class Observed(NamedTuple):
     workspace: int | None = None
 
 
+@returning_freed_memory()  # nothing is timed, and gradients that come and go would each leave a hole
 def observe(
     stages: Sequence[Stage], inputs: Tree, targets: Tree, keep_gradients: bool = True
 ) -> list[Observed]:

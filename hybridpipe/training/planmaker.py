@@ -214,6 +214,9 @@ class PlanMaker:
     @cached_property
     def memory(self) -> list[RankMemory]:
         """The memory of every rank, between measuring and training. Collective."""
+        replicates = self._given == "dp" if self.plan is None else max(self.plan.replicas) > 1
+        if replicates and self._world.size > 1:
+            _ = self.backends  # Horovod's library maps 160 MB, which a kernel's limit counts
         return memory_of_ranks(self._world, self._device, self._memory_bytes, self._cluster)
 
     def memory_for(self, plan: Plan) -> RankMemory:
@@ -362,6 +365,8 @@ class PlanMaker:
         if self.numbers is not None:
             self.numbers.fill_for_measuring(copy.model)
         self._rule.try_out([p for p in copy.model.parameters() if p.requires_grad][:1])
+        if self._device.type == "cpu":
+            self._suit_allocator(copy.model)
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         with failure.guard():  # else the other ranks would wait for a failed one
             try:
@@ -380,6 +385,12 @@ class PlanMaker:
                 raise
             except (TypeError, ValueError) as error:  # an error of the model, whose traceback must show
                 raise RuntimeError(f"the model fails on the first microbatch: {told(error)}") from error
+
+    def _suit_allocator(self, model: nn.Module) -> None:
+        """Measure as memory will be used: what measuring frees and keeps, a near limit counts. Collective."""
+        least = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad) // self._world.size
+        now = memory_of_ranks(self._world, self._device, self._memory_bytes, self._cluster)
+        allocator.suit(least, now[self._world.rank].left_bytes)  # weights and gradients, by any plan
 
     @property
     def _shares_out(self) -> bool:

@@ -29,7 +29,6 @@ trainer = Trainer(
     plan=WHOLE if plan == "whole" else plan,
     cluster=CLUSTER,
     minibatch_size=8,
-    microbatch_size=2,  # to measure several sizes takes up to 2.5 times the weights, which is all the room
     predict=True,
 )
 torch.nn.Linear(WIDTH, WIDTH)(torch.ones(1, WIDTH)).sum().backward()  # threads that the first backward starts
