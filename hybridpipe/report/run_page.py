@@ -41,6 +41,7 @@ MEMORY_NOTE = "before training: Python, libraries, the model, and what measuring
 def run_page(run: Run) -> Page:
     """Lay out the report of a training."""
     summary = run.summary or Summary()
+    what = "Minibatches" if run.plan and run.plan.is_asynchronous else "One minibatch"
     return Page(
         title=run.start.title if run.start and run.start.title else run.name,
         of="training",
@@ -50,7 +51,7 @@ def run_page(run: Run) -> Page:
         sections=(
             Section("Plan, and why", (*_plan(run), *_notes(run))),
             Section("Learning", tuple(_learning(run))),
-            Section("One minibatch, predicted and measured", tuple(_minibatch(run, summary))),
+            Section(f"{what}, predicted and measured", tuple(_minibatch(run, summary))),
             Section("Where each rank’s time went", tuple(_ranks(summary))),
             Section("Memory", tuple(_memory(run, summary))),
             Section("Machines", tuple(_machines(run))),

@@ -17,7 +17,7 @@ from hybridpipe.report.curves import Hover, Tick
 
 WIDTH = 1000.0  # of a row of a timeline, in its own units; the page stretches it
 MOST_MARKS = 6_000  # in a timeline: about 300 kB
-LONGER = 2.0  # of a stream so many times as long as another one, the first updates are shown
+STREAM = 8  # updates of a stream that are shown
 WIDE, NARROW = 800, 300  # pixels of a row on a desk and on a telephone, at least
 CHARACTER = 8.0  # pixels of a digit
 
@@ -89,10 +89,8 @@ def timelines(found: Mapping[str, Timeline], plan: Plan) -> list[TimelineView]:
     Of several minibatches the one of median length is shown; of a stream, whose minibatches overlap, the
     first updates.
     """
-    most = LONGER * min((each.seconds for each in found.values() if each.seconds), default=0.0)
-    shown = {
-        name: _first(each, most) if plan.is_asynchronous else _typical(each) for name, each in found.items()
-    }
+    pick = _first if plan.is_asynchronous else _typical
+    shown = {name: pick(each) for name, each in found.items()}
     span = max((each.seconds for each, _ in shown.values()), default=0.0)
     return [_view(name, each, note, plan, span) for name, (each, note) in shown.items() if span]
 
@@ -107,16 +105,14 @@ def _typical(timeline: Timeline) -> tuple[Timeline, str]:
     return typical(minibatches), f"the median one of {count}"
 
 
-def _first(timeline: Timeline, most: float) -> tuple[Timeline, str]:
-    """Return as many updates as end within `most` seconds, at least one, and a note."""
+def _first(timeline: Timeline) -> tuple[Timeline, str]:
+    """Return the first STREAM updates, and a note."""
     updates = {rank: _updates(events) for rank, events in timeline.events.items()}
     total = min(map(len, updates.values()), default=0)
-    ends = [max(each[i][-1].end_seconds for each in updates.values()) for i in range(total)]
-    count = max(1, sum(end <= most for end in ends))
-    if timeline.seconds <= most or count >= total:
+    if total <= STREAM:
         return timeline, ""
-    first = {rank: tuple(chain(*each[:count])) for rank, each in updates.items()}
-    return Timeline(first), f"the first {count} of {total} updates"
+    first = {rank: tuple(chain(*each[:STREAM])) for rank, each in updates.items()}
+    return Timeline(first), f"the first {STREAM} of {total} updates"
 
 
 def _updates(events: Iterable[Event]) -> list[list[Event]]:

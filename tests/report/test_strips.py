@@ -3,9 +3,10 @@ import re
 from pytest import approx
 
 from hybridpipe.planning.draw import COLOURS, MAX_RANKS
+from hybridpipe.planning.schedules.instructions import Step
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import Timeline, shifted
-from hybridpipe.report.strips import MOST_MARKS, stack, timelines
+from hybridpipe.report.strips import MOST_MARKS, STREAM, stack, timelines
 from tests.planning.helpers import free, layer, model, plan
 
 PLAN = plan([2, 1], 4)
@@ -60,14 +61,17 @@ def test_of_several_minibatches_the_median_one_is_shown_whole():
     assert [number.text for number in many.rows[2].numbers] == ["0", "0", "1", "1", "2", "2", "3", "3"]
 
 
-def test_of_a_stream_whole_updates_are_shown():
+def test_of_a_stream_the_first_updates_are_shown_whole():
     """Its minibatches overlap, so that none stands alone."""
     stream = plan([1, 1], 1, "pipedream")
     timeline, _ = predict(stream, model(layer(2e-3, 4e-3), layer(2e-3, 4e-3)), free(2))
-    short = Timeline({rank: events[: len(events) // 6] for rank, events in timeline.events.items()})
-    found = timelines({"predicted": short, "measured": timeline}, stream)[1]
-    assert re.search(r"the first \d+ of \d+ updates", found.note)
-    assert max(map(ends, found.rows)) <= 1000
+    total = sum(isinstance(event.instruction, Step) for event in timeline.events[0])
+    long = Timeline({rank: events * STREAM for rank, events in timeline.events.items()})
+    short, found = timelines({"predicted": timeline, "measured": long}, stream)
+    assert total < STREAM and "updates" not in short.note
+    assert found.note.endswith(f"the first {STREAM} of {STREAM * total} updates")
+    steps = [row.paths[COLOURS["step"]].count("M") for row in found.rows]
+    assert steps == [STREAM, STREAM] and max(map(ends, found.rows)) <= 1000
 
 
 def test_who_points_at_a_bar_sees_what_it_is():
