@@ -13,7 +13,7 @@ from hybridpipe.report.folder import report_at_end
 from hybridpipe.training import run_folder
 from hybridpipe.training.callbacks import Callback, Run
 from hybridpipe.training.metrics import MinibatchRecord
-from hybridpipe.training.run_file import run_start
+from hybridpipe.training.run_file import optimizer_settings, run_start
 
 
 class RunFolder(Callback):
@@ -28,8 +28,8 @@ class RunFolder(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         """Write what is known before training."""
-        settings = {"trainer": dict(run.settings)}
-        start = run_start(run.trainer, Path(sys.argv[0]).name, settings, run.plan.name)
+        settings = {"trainer": dict(run.settings), "optimizer": optimizer_settings(run.trainer)}
+        start = run_start(run.trainer, sys.argv[0], settings, run.plan.name)
         if start is not None:
             run_folder.begin(self._folder)
             run_folder.write_plan(run.trainer, self._folder)

@@ -33,8 +33,9 @@ from hybridpipe.model.deferred import Factory
 from hybridpipe.planning.request import AUTO
 from hybridpipe.report.folder import report_at_end
 from hybridpipe.report.memory import beyond_limit, memory_table
+from hybridpipe.report.rank_time import parts_table, ranks_table
 from hybridpipe.report.run import RunStart
-from hybridpipe.report.tables import parts_table, plan_details, ranks_table
+from hybridpipe.report.tables import plan_details
 from hybridpipe.report.words import rounded
 from hybridpipe.training import run_folder
 from hybridpipe.training.planmaker import ClusterLike

@@ -7,7 +7,7 @@ The data, its figures and its export. Not known here: the origin of a timeline.
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -82,6 +82,23 @@ class Spent:
     def seconds(self) -> float:
         """The sum: the length of the rank's events."""
         return float(sum(astuple(self)))
+
+
+class EventTime(NamedTuple):
+    """The time of an event: seconds of a field of `Spent`, and those that it idled before."""
+
+    field: str
+    seconds: float
+    idle_seconds: float
+
+
+def spent_in(events: Iterable[EventTime]) -> Spent:
+    """Return the time of a rank's events by activity."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for each in events:
+        seconds[each.field] += each.seconds
+        seconds["idle_seconds"] += each.idle_seconds
+    return Spent(**{field.name: seconds[field.name] for field in fields(Spent)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +199,14 @@ class Timeline:
 
     def spent(self, plan: Plan) -> dict[int, Spent]:
         """Return the time of each rank's events, by the rule of `parts`."""
+        return {rank: spent_in(events) for rank, events in self.spent_by_event(plan).items()}
+
+    def spent_by_event(self, plan: Plan) -> dict[int, list[EventTime]]:
+        """Return of each event of a rank what it was spent on, by the rule of `parts`."""
         sent, entered = self._sent(plan), self._entered(plan)
-        found = {}
+        found: dict[int, list[EventTime]] = {}
         for rank, stages in _holders(plan):
-            seconds: defaultdict[str, float] = defaultdict(float)
+            times = found[rank] = []
             num_rounds = 0
             for instruction, start, end in self.events.get(rank, ()):
                 ready = start
@@ -199,9 +220,7 @@ class Timeline:
                     ready = entered[stages[0], num_rounds]
                     num_rounds += 1
                 ready = min(max(start, ready), end)
-                seconds["idle_seconds"] += ready - start
-                seconds[_SPENT_ON[type(instruction)]] += end - ready
-            found[rank] = Spent(**{field.name: seconds[field.name] for field in fields(Spent)})
+                times.append(EventTime(_SPENT_ON[type(instruction)], end - ready, ready - start))
         return found
 
     def _sent(self, plan: Plan) -> defaultdict[tuple[int, bool, int], list[float]]:
@@ -252,6 +271,32 @@ class Timeline:
                 for event in rank_events
             ]
         return events
+
+
+def typical(minibatches: Sequence[Mapping[int, Sequence[Event]]]) -> Timeline:
+    """Return the minibatch of median length; time 0 is the first rank's beginning, earlier waits are cut."""
+    found = [
+        Timeline({rank: tuple(shifted(of_rank, _begin(events))) for rank, of_rank in events.items()})
+        for events in minibatches
+    ]
+    return sorted(found, key=lambda each: each.seconds)[(len(found) - 1) // 2]
+
+
+def _begin(events: Mapping[int, Sequence[Event]]) -> float:
+    starts = (
+        each.start_seconds
+        for of_rank in events.values()
+        for each in of_rank
+        if isinstance(each.instruction, Forward | Load)
+    )
+    return min(starts, default=0.0)
+
+
+def shifted(events: Iterable[Event], begin: float) -> Iterator[Event]:
+    """Yield events with `begin` as time 0, without the time before it."""
+    for each in events:
+        start, end = max(each.start_seconds - begin, 0.0), max(each.end_seconds - begin, 0.0)
+        yield Event(each.instruction, start, end)
 
 
 def from_chrome_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, Timeline]:

@@ -1,11 +1,13 @@
 """Report on a cluster: the measurements of the machines as text. Takes data, returns text."""
 
+from collections.abc import Iterator
+
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.fit import doubling
 from hybridpipe.planning.units import duration, size
 from hybridpipe.report.tables import table
 
-BUSY_ERROR = 1.0  # relative: by such a line a message may take twice as long as was measured, or half
+ROUGH = 1.0  # error of predictions, relative to what was measured, from which on they are doubtful
 
 
 def describe(cluster: Cluster, num_cores: int | None = None) -> str:
@@ -14,7 +16,7 @@ def describe(cluster: Cluster, num_cores: int | None = None) -> str:
     Args:
         num_cores: cores of a machine, if known.
     """
-    return "\n".join([table(level_rows(cluster)), "", *facts(cluster, num_cores)])
+    return "\n".join([table(level_rows(cluster)), "", *facts(cluster, num_cores), *rough(cluster)])
 
 
 def level_rows(cluster: Cluster) -> list[dict[str, str]]:
@@ -46,17 +48,21 @@ def facts(cluster: Cluster, num_cores: int | None = None) -> list[str]:
         f"a rank of a replicated stage has {cluster.replicated_speed:.0%} of the speed of another, and "
         f"{cluster.overlap:.0%} of an all-reduce overlaps with computing at no cost"
     )
-    worst = max((error or 0.0 for level in cluster.levels for error in _errors(level)), default=0.0)
-    if worst > BUSY_ERROR:
-        lines.append(
-            f"a measured time is {_error(worst)} off its line: other programs were busy, or the network "
-            "was; measure again when they are not"
-        )
     return lines
 
 
-def _errors(level: Level) -> list[float | None]:
-    return [level.fit_error, level.allreduce.fit_error if level.allreduce else None]
+def rough(cluster: Cluster) -> Iterator[str]:
+    """Yield a line about each level where predictions of messages or all-reduces are doubtful."""
+    for level in cluster.levels:
+        reduced = level.allreduce.fit_error if level.allreduce else None
+        for what, error in (("messages", level.fit_error), ("all-reduces", reduced)):
+            if error is not None and error > ROUGH:
+                yield (
+                    f"predictions of {what} over the level {level.name} are doubtful: at one size they take "
+                    f"{1 + error:.1f} times as long as measured; the measurements were uneven, as where "
+                    "other programs or the network are busy: measure again when they are not "
+                    "(hybridpipe probe; for a training, remove machines.json)"
+                )
 
 
 def _row(level: Level) -> dict[str, str]:

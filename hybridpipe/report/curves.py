@@ -5,14 +5,16 @@ Invariant: a chart does not grow with the run: a series has at most BUCKETS poin
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
 BUCKETS = 120
 NUM_TICKS = 4  # of an axis, about
 LOGARITHMIC = 50.0  # highest over lowest value from which on an axis is logarithmic
+NEAR = 0.01  # of the height: lines nowhere further apart look like one
 WIDTH, HEIGHT = 1000.0, 100.0  # of the drawing, in its own units
 
 Point = tuple[float, float]
@@ -58,9 +60,24 @@ class Dot(NamedTuple):
     text: str
 
 
+class Hover(NamedTuple):
+    """A column from `left` on, in units of the drawing, and the values in it."""
+
+    left: float
+    width: float
+    text: str
+
+
 @dataclass(frozen=True)
 class Chart:
-    """A chart. `legend` has style and name of each series; `title` says what the numbers are."""
+    """A chart.
+
+    Args:
+        title: what the numbers are.
+        legend: style and name of each series.
+        epochs: ends of epochs, on the horizontal axis.
+        hovers: what a reader sees who points there.
+    """
 
     title: str
     legend: tuple[tuple[str, str], ...]
@@ -69,6 +86,8 @@ class Chart:
     across: tuple[Tick, ...]
     upward: tuple[Tick, ...]
     below: str
+    epochs: tuple[Tick, ...] = ()
+    hovers: tuple[Hover, ...] = ()
     kind: str = "chart"
 
 
@@ -96,7 +115,14 @@ class _Axis:
         return (value for value in values if -1e-9 <= self.share(value) <= 1 + 1e-9)
 
 
-def chart(title: str, series: Sequence[Series], below: str, from_zero: bool = False) -> Chart | None:
+def chart(
+    title: str,
+    series: Sequence[Series],
+    below: str,
+    from_zero: bool = False,
+    epochs: Mapping[int, float] | None = None,
+    most: float = math.inf,
+) -> Chart | None:
     """Draw series over a common axis; None if there is nothing to draw.
 
     The vertical axis is logarithmic if all values are positive and far apart, and `from_zero` is False.
@@ -104,6 +130,8 @@ def chart(title: str, series: Sequence[Series], below: str, from_zero: bool = Fa
     Args:
         title: what the numbers are, and their unit.
         below: what the horizontal axis is.
+        epochs: by number, where an epoch ends.
+        most: larger values stand at the upper edge.
     """
     drawn = [each._replace(points=_finite(each.points)) for each in series]
     drawn = [each for each in drawn if each.points]
@@ -112,8 +140,9 @@ def chart(title: str, series: Sequence[Series], below: str, from_zero: bool = Fa
         return None
     values = [y for buckets in thin for bucket in buckets for y in bucket[1:]]
     across = _Axis(0.0, max(x for each in drawn for x, _ in each.points) or 1.0)
-    upward = _axis(min(values), max(values), from_zero)
+    upward = _axis(min(values), min(max(values), most), from_zero)
     styles = [(each.style, each.name) for each in drawn]
+    same = _coinciding(drawn, thin, upward)
     note = " (logarithmic)" if upward.logarithmic else ""
     return Chart(
         title + note,
@@ -122,7 +151,9 @@ def chart(title: str, series: Sequence[Series], below: str, from_zero: bool = Fa
         tuple(dot for each, found in zip(drawn, thin) for dot in _dots(each, found, across, upward)),
         tuple(Tick(100 * across.share(value), f"{value:,.10g}") for value in across.ticks()),
         tuple(Tick(100 - 100 * upward.share(value), f"{value:.6g}") for value in upward.ticks()),
-        below,
+        f"{below}; {same}" if same else below,
+        tuple(_epochs(epochs or {}, across)),
+        tuple(_hovers(drawn, thin, across)),
     )
 
 
@@ -131,6 +162,45 @@ class _Bucket(NamedTuple):
     value: float
     least: float
     most: float
+
+
+def _epochs(epochs: Mapping[int, float], across: _Axis) -> Iterator[Tick]:
+    """Yield the ends of epochs; of many, of those whose number is a multiple."""
+    step = max(1, round(_step(max(epochs, default=1) / NUM_TICKS)))
+    for number, end in epochs.items():
+        if number % step == 0 and end <= across.most:
+            yield Tick(100 * across.share(end), f"epoch {number}")
+
+
+def _coinciding(drawn: Sequence[Series], thin: Sequence[Sequence[_Bucket]], upward: _Axis) -> str:
+    """Say which lines cannot be told apart, since the last one drawn hides the others."""
+    heights = [[(each.x, upward.share(each.value)) for each in buckets] for buckets in thin]
+    groups: dict[int, list[int]] = {}
+    for i, line in enumerate(heights):
+        twin = next((j for j in groups if drawn[i].form == "line" and _is_near(line, heights[j])), i)
+        groups.setdefault(twin, []).append(i)
+    found = [[drawn[i].name for i in group] for group in groups.values() if len(group) > 1]
+    return "; ".join(f"{', '.join(names[:-1])} and {names[-1]} coincide" for names in found)
+
+
+def _is_near(line: Sequence[Point], other: Sequence[Point]) -> bool:
+    return len(line) == len(other) and all(
+        math.isclose(x, z) and abs(y - w) < NEAR for (x, y), (z, w) in zip(line, other, strict=True)
+    )
+
+
+def _hovers(drawn: Sequence[Series], thin: Sequence[Sequence[_Bucket]], across: _Axis) -> Iterator[Hover]:
+    """Yield a column around each place that has values, and these."""
+    told: dict[float, list[str]] = {}
+    for each, buckets in zip(drawn, thin, strict=True):
+        for bucket in buckets if each.form != "rule" else ():
+            spread = f" ({bucket.least:.4g} to {bucket.most:.4g})" if bucket.least < bucket.most else ""
+            told.setdefault(bucket.x, []).append(f"{each.name} {bucket.value:.5g}{spread}")
+    places = sorted(told)
+    middles = [(x + y) / 2 for x, y in pairwise(places)]
+    for x, left, right in zip(places, [0.0, *middles], [*middles, across.most], strict=True):
+        begin, end = (WIDTH * across.share(each) for each in (left, right))
+        yield Hover(begin, end - begin, f"{x:,.6g}: {', '.join(told[x])}")
 
 
 def _finite(points: Sequence[Point]) -> list[Point]:
@@ -169,7 +239,8 @@ def _step(least: float) -> float:
 def _paths(series: Series, buckets: Sequence[_Bucket], across: _Axis, upward: _Axis) -> Iterator[Path]:
     def line(points: Iterable[Point]) -> str:
         return "L".join(
-            f"{WIDTH * across.share(x):.1f} {HEIGHT * (1 - upward.share(y)):.2f}" for x, y in points
+            f"{WIDTH * across.share(x):.1f} {HEIGHT * (1 - upward.share(min(y, upward.most))):.2f}"
+            for x, y in points
         )
 
     if series.form == "mean":

@@ -17,13 +17,14 @@ from hybridpipe.planning.timeline import Timeline, from_chrome_trace
 from hybridpipe.report.compare_page import compare_page
 from hybridpipe.report.html import render
 from hybridpipe.report.notices import notices
-from hybridpipe.report.run import RUN_FORMAT, Comparison, Record, Run, RunStart, Summary
+from hybridpipe.report.run import FILES, RUN_FORMAT, Comparison, Record, Run, RunStart, Summary
 from hybridpipe.report.run_page import run_page
 
 T = TypeVar("T")
 
 REPORT = "report.html"
 OF_A_RUN = ("summary.json", "run.json", "plan.json", "metrics.jsonl")
+MADE = ("learning_rate", "gradient_norm")  # of an update; null without one
 OF_A_COMPARISON = "compare.json"
 
 
@@ -95,6 +96,7 @@ def read_run(folder: Path) -> Run:
         records=read("metrics.jsonl", _records) or (),
         timelines=read("trace.json", _timelines) or {},
         left_out=tuple(left_out),
+        files=tuple(name for name in FILES if (folder / name).exists()),
     )
 
 
@@ -158,10 +160,11 @@ def _whole_records(path: Path) -> Iterator[Record]:
                 each = json.loads(line)
                 loss = math.nan if each["loss"] is None else float(each["loss"])
                 steps = int(each["step"]), int(each["epoch"])
-                yield Record(*steps, loss, int(each["num_samples"]), float(each["seconds"]))
+                made = (None if each.get(name) is None else float(each[name]) for name in MADE)
+                yield Record(*steps, loss, int(each["num_samples"]), float(each["seconds"]), *made)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return
 
 

@@ -56,6 +56,8 @@ class Table:
 # A number, perhaps with a unit and "of" another one, or a dash for none; not the name of a plan, such as 2-1.
 _NUMBER = re.compile(r"[-–]?|[-+−±]?\d[\d,.]*(e[-+]?\d+)?([%×x]| [\w/]+)?( of .*)?( \(.*\))?")
 
+_UNBROKEN = re.compile(r"(?<=\d) (?!of |\()|(?<= x) ")  # a space within a number with its unit, or 4 x 16
+
 
 @dataclass(frozen=True)
 class Listing:
@@ -121,4 +123,5 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
     )
     environment.filters["percent"] = lambda share: f"{share:.2f}%"
+    environment.filters["joined"] = lambda cell: _UNBROKEN.sub("\u00a0", cell)
     return environment.get_template(TEMPLATE).render(page=page, colours=COLOURS, version=__version__)

@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator
 
 from hybridpipe.planning.units import duration, size
+from hybridpipe.report import cluster as machines
 from hybridpipe.report.html import Figure
+from hybridpipe.report.learning import best_epoch
 from hybridpipe.report.run import Run, Summary
 from hybridpipe.report.words import counted, ranges
 
 FAR = 0.25  # error of a prediction that is a warning
 NEARLY_FULL = 0.9  # share of a rank's memory
-ROUGH = 0.5  # error of the line through a link's measurements
 
 
 def figures(summary: Summary) -> Iterator[Figure]:
@@ -33,10 +34,17 @@ def figures(summary: Summary) -> Iterator[Figure]:
         epochs = counted(len(summary.epochs), "epoch")
         yield Figure("last loss", f"{summary.loss_last:.4g}", f"{trained}, {epochs}")
     yield from _validation(summary)
-    if summary.bubble_fraction is not None:
-        yield Figure("idle", f"{summary.bubble_fraction:.0%}", "of the used ranks' time")
+    yield from _idle(summary)
     if summary.peak_memory_bytes:
         yield Figure("memory", size(max(summary.peak_memory_bytes)), "peak of the fullest rank")
+
+
+def _idle(summary: Summary) -> Iterator[Figure]:
+    """Yield the share of a minibatch that ranks idle, by the medians that the page shows of each rank."""
+    ranks = summary.rank_seconds.values()
+    if seconds := sum(rank.get("seconds", 0.0) for rank in ranks):
+        idle = sum(rank.get("idle_seconds", 0.0) for rank in ranks)
+        yield Figure("idle", f"{idle / seconds:.0%}", "of the used ranks’ time in a minibatch")
 
 
 def _beside(text: str | float | None, measured: float, predicted: float | None) -> str:
@@ -53,6 +61,8 @@ def _validation(summary: Summary) -> Iterator[Figure]:
     notes = [f"{each} {number:.4g}" for each, number in metrics.items() if each != name]
     if summary.epochs_to_target is not None:
         notes.append(f"target reached after {counted(summary.epochs_to_target, 'epoch')}")
+    if best := best_epoch(summary.epochs):
+        notes.append(best.text)
     yield Figure(f"validation {name}", value, "; ".join(notes))
 
 
@@ -68,12 +78,7 @@ def warnings(run: Run) -> Iterator[str]:
     if seconds and expected and not 1 / (1 + FAR) <= seconds / expected <= 1 + FAR:
         yield f"a minibatch took {seconds / expected:.2f} times as long as predicted"
     yield from _full(run, summary)
-    for level in run.cluster.levels if run.cluster else ():
-        if (level.fit_error or 0.0) > ROUGH:
-            yield (
-                f"the messages measured over the level {level.name} lie up to {level.fit_error:.0%} off the "
-                "line that predictions take for them"
-            )
+    yield from machines.rough(run.cluster) if run.cluster else ()
 
 
 def _full(run: Run, summary: Summary) -> Iterator[str]:

@@ -3,16 +3,47 @@
 Takes data, returns charts. Invariant: an epoch's figures stand where its last minibatch is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
 
+from hybridpipe.planning.units import duration
 from hybridpipe.report.curves import Chart, Point, Series, chart
 from hybridpipe.report.run import Epoch, Run
 
+OUTLIER = 3.0  # times the median: a longer minibatch would press the others of a chart to its ground
+NAMED = 3  # outliers
+
 
 def charts(run: Run) -> list[Chart]:
-    """Draw loss, other metrics of the validation, and seconds of a minibatch, as far as they are known."""
-    found = [_loss(run), *(_metric(run, name) for name in _metrics(run)), _seconds(run)]
+    """Draw loss, other metrics of the validation, figures of updates, and seconds of a minibatch."""
+    made = [("Learning rate", "learning_rate"), ("Norm of the gradient, before clipping", "gradient_norm")]
+    found = [
+        _loss(run),
+        *(_metric(run, name) for name in _metrics(run)),
+        *(_made(run, *each) for each in made),
+        _seconds(run),
+    ]
     return [each for each in found if each is not None]
+
+
+class Best(NamedTuple):
+    """An epoch, by its row of `epoch_rows`, and a text about it."""
+
+    row: int
+    text: str
+
+
+def best_epoch(epochs: Sequence[Epoch]) -> Best | None:
+    """Return the epoch with the best validation, by its loss or else its accuracy; None without one."""
+    for name, sign in (("loss", 1), ("accuracy", -1)):
+        found = {i: (each.validation or {}).get(name) for i, each in enumerate(epochs)}
+        known = {i: sign * value for i, value in found.items() if value is not None}
+        if known:
+            best = min(known, key=known.__getitem__)
+            value = f"validation {name} {_number(sign * known[best])}"
+            return Best(best, f"best epoch: {epochs[best].epoch + 1} of {len(epochs)}, {value}")
+    return None
 
 
 def epoch_rows(run: Run) -> list[dict[str, str]]:
@@ -54,6 +85,13 @@ def _below(run: Run) -> str:
     return "minibatches" if run.records else "epochs"
 
 
+def _epochs(run: Run) -> dict[int, float]:
+    """Return where each complete epoch ends, by its number from 1 on."""
+    last = {record.epoch: record.step + 1.0 for record in run.records}
+    under_way = set() if run.summary else {max(last, default=0)}
+    return {epoch + 1: end for epoch, end in last.items() if epoch not in under_way}
+
+
 def _loss(run: Run) -> Chart | None:
     """Draw the loss of each minibatch or, without records, of each epoch."""
     of_epochs = [(x, each.loss) for x, each in _ends(run) if each.loss is not None]
@@ -62,16 +100,25 @@ def _loss(run: Run) -> Chart | None:
         Series("training", "accent", trained or of_epochs, "mean"),
         Series("validation", "second", _held_out(run, "loss"), "dots"),
     ]
-    return chart("Loss", series, _below(run))
+    return chart("Loss", series, _below(run), epochs=_epochs(run))
 
 
 def _metric(run: Run, name: str) -> Chart | None:
     title = f"{name[:1].upper()}{name[1:]} of the validation"
-    return chart(title, [Series("validation", "second", _held_out(run, name), "dots")], _below(run))
+    series = [Series("validation", "second", _held_out(run, name), "dots")]
+    return chart(title, series, _below(run), epochs=_epochs(run))
+
+
+def _made(run: Run, title: str, name: str) -> Chart | None:
+    """Draw a figure of the updates."""
+    known = ((record.step + 1.0, getattr(record, name)) for record in run.records)
+    points = [(x, value) for x, value in known if value is not None]
+    series = [Series(name.replace("_", " "), "accent", points, "mean")]
+    return chart(title, series, "minibatches", epochs=_epochs(run))
 
 
 def _seconds(run: Run) -> Chart | None:
-    """Draw what minibatches took, beside the prediction."""
+    """Draw what minibatches took, beside the prediction. Far longer ones are cut off, and named."""
     points = [(record.step + 1.0, 1e3 * record.seconds) for record in run.records]
     predicted = run.summary.predicted_minibatch_seconds if run.summary else None
     if predicted is None and run.plan and run.plan.predicted:
@@ -80,4 +127,8 @@ def _seconds(run: Run) -> Chart | None:
     if predicted is not None and points:
         ends = [(0.0, 1e3 * predicted), (points[-1][0], 1e3 * predicted)]
         series.append(Series("predicted", "second", ends, "rule"))
-    return chart("Time of a minibatch, ms", series, "minibatches", from_zero=True)
+    most = OUTLIER * max(median([y for _, y in points] or [0.0]), 1e3 * (predicted or 0.0))
+    long = sorted((-y, x) for x, y in points if y > most)
+    named = ", ".join(f"{x:,.0f} took {duration(-y / 1e3)}" for y, x in long[:NAMED])
+    below = f"minibatches; {len(long)} cut off above, the longest: {named}" if long else "minibatches"
+    return chart("Time of a minibatch, ms", series, below, True, _epochs(run), most)

@@ -5,6 +5,7 @@ Pure: nothing is read here, and torch and MPI are not known. Invariant: whatever
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from hybridpipe.planning.cluster import Cluster
@@ -14,6 +15,17 @@ from hybridpipe.planning.search.search import Candidate
 from hybridpipe.planning.timeline import Timeline
 
 RUN_FORMAT = "hybridpipe-run/1"
+FILES = {  # of a training's folder, which its report leads to
+    "run.json": "what the training began with",
+    "plan.json": "the plan",
+    "profile.json": "the model’s layers, as measured",
+    "cluster.json": "the machines, as measured",
+    "metrics.jsonl": "a line for each minibatch",
+    "summary.json": "the results",
+    "trace.json": "the timelines, for ui.perfetto.dev",
+    "model.safetensors": "the trained weights",
+    "checkpoints": "checkpoints",
+}
 
 
 @dataclass(frozen=True)
@@ -21,7 +33,7 @@ class RunStart:
     """The begin of a training: run.json.
 
     Args:
-        config: name of the configuration, and what overrides it.
+        config: name of the configuration or the script, and what overrides it.
         settings: by table, those that are not the defaults.
         plan_source: a plan's name, or the path of a plan.json.
         started: date and time, UTC, as ISO 8601 has them.
@@ -32,6 +44,8 @@ class RunStart:
         versions: of the software.
         candidates: the best of the plans that the plan was chosen from, best first; empty for a given plan.
         notes: lines that were told before training.
+        command: the command line of a rank.
+        commit: of the git work tree around the config or the script; "-dirty" behind it: it was changed.
     """
 
     config: str
@@ -45,6 +59,8 @@ class RunStart:
     versions: dict[str, str] = field(default_factory=dict)
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
+    command: str = ""
+    commit: str = ""
     format: str = RUN_FORMAT
 
     @property
@@ -99,6 +115,7 @@ class Summary:
     rank_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     epochs: tuple[Epoch, ...] = ()
+    ended: str = ""  # date and time, UTC, as ISO 8601 has them
 
 
 class Record(NamedTuple):
@@ -109,6 +126,8 @@ class Record(NamedTuple):
     loss: float
     num_samples: int
     seconds: float
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +139,7 @@ class Run:
         records: in order.
         timelines: "measured" and "predicted".
         left_out: a line for each file that is not there, or cannot be shown.
+        files: names of those in the folder that a reader may want.
     """
 
     name: str
@@ -131,6 +151,18 @@ class Run:
     records: tuple[Record, ...] = ()
     timelines: Mapping[str, Timeline] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds from start to end of the training's last run; None if it has not ended."""
+        if self.start is None or self.summary is None or not self.summary.ended:
+            return None
+        try:
+            began, ended = map(datetime.fromisoformat, (self.start.started, self.summary.ended))
+            return (ended - began).total_seconds()
+        except (TypeError, ValueError):  # written by hand
+            return None
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from hybridpipe.report import learning
 from hybridpipe.report.html import Block, Charts, Lines, Listing, Page, Section, Table
 from hybridpipe.report.key_figures import figures, memory_limit, warnings
 from hybridpipe.report.memory import memory_rows
-from hybridpipe.report.run import Run, Summary
+from hybridpipe.report.rank_time import TRACED
+from hybridpipe.report.run import FILES, Run, Summary
 from hybridpipe.report.settings import toml_text
 from hybridpipe.report.strips import Strip, Strips, stack, timelines
-from hybridpipe.report.tables import LEGEND, TRACED, explanation
-from hybridpipe.report.words import counted, ranges
+from hybridpipe.report.tables import LEGEND, explanation
+from hybridpipe.report.words import counted, ranges, spell
 
 Names = Mapping[str, tuple[str, str]]  # by field: style and name of a strip's part
 PARTS: Names = {  # of `parts` in summary.json
@@ -28,6 +29,7 @@ PARTS: Names = {  # of `parts` in summary.json
     "traffic_seconds": ("message", "traffic"),
     "allreduce_seconds": ("all-reduce", "all-reduce"),
     "idle_seconds": ("idle", "idle"),
+    "other_seconds": ("other", "other"),
 }
 RANK_PARTS: Names = {  # of `rank_seconds`, whose first field is the whole
     field: ("step" if name == "optimizer" else name, name) for field, name in [*TRACED.items()][1:]
@@ -39,6 +41,7 @@ MEMORY_NOTE = "before training: Python, libraries, the model, and what measuring
 def run_page(run: Run) -> Page:
     """Lay out the report of a training."""
     summary = run.summary or Summary()
+    what = "Minibatches" if run.plan and run.plan.is_asynchronous else "One minibatch"
     return Page(
         title=run.start.title if run.start and run.start.title else run.name,
         of="training",
@@ -48,11 +51,12 @@ def run_page(run: Run) -> Page:
         sections=(
             Section("Plan, and why", (*_plan(run), *_notes(run))),
             Section("Learning", tuple(_learning(run))),
-            Section("One minibatch, predicted and measured", tuple(_minibatch(run, summary))),
+            Section(f"{what}, predicted and measured", tuple(_minibatch(run, summary))),
             Section("Where each rank’s time went", tuple(_ranks(summary))),
             Section("Memory", tuple(_memory(run, summary))),
             Section("Machines", tuple(_machines(run))),
             Section("Configuration", tuple(_configuration(run))),
+            Section("Files", tuple(_files(run))),
             Section("Not in this report", (Lines(run.left_out),) if run.left_out else ()),
         ),
     )
@@ -67,6 +71,10 @@ def _facts(run: Run) -> Iterator[str]:
         ranks, hosts = counted(len(start.hosts), "rank"), counted(len(set(start.hosts)), "host")
         yield f"{used}{ranks} on {hosts}, {start.device}"
         yield start.begun
+    if run.seconds is not None:
+        yield f"{spell(run.seconds)} from start to end"
+    if run.summary is not None and run.summary.epochs:
+        yield f"{spell(sum(each.seconds for each in run.summary.epochs))} in its epochs"
     if run.summary is None:
         yield "not finished"
     yield f"in {run.name}"
@@ -114,7 +122,9 @@ def _learning(run: Run) -> Iterator[Block]:
     if charts := learning.charts(run):
         yield Charts(tuple(charts))
     if rows := learning.epoch_rows(run):
-        yield Table(rows, title="each epoch")
+        best = learning.best_epoch(run.summary.epochs if run.summary else ())
+        note = f"{best.text}, stands out" if best else ""
+        yield Table(rows, note, best.row if best else None, title="each epoch")
 
 
 def _minibatch(run: Run, summary: Summary) -> Iterator[Block]:
@@ -127,12 +137,13 @@ def _minibatch(run: Run, summary: Summary) -> Iterator[Block]:
         way: {name: each.get(way, 0.0) for name, each in summary.parts.items()}
         for way in ("predicted", "measured")
     }
-    yield _strips("Time by activity, the mean over the ranks", ways, PARTS)
+    yield _strips("Time by activity, mean shares over the ranks", ways, PARTS)
     yield Table(
         [
             {"part": name} | {way: duration(seconds.get(field, 0.0)) for way, seconds in ways.items()}
             for field, (_, name) in PARTS.items()
-        ]
+        ],
+        "idle: waiting for what nobody sends yet; other: loading, losses, the loop around the minibatches",
     )
 
 
@@ -142,14 +153,15 @@ def _ranks(summary: Summary) -> Iterator[Block]:
     of_rank = {int(rank): seconds for rank, seconds in summary.rank_seconds.items()}
     ranks = shown_ranks(sorted(of_rank))
     rows = {f"rank {rank}": of_rank[rank] for rank in ranks}
-    yield _strips("A minibatch of each rank", rows, RANK_PARTS, _left_out(ranks, len(of_rank)))
+    yield _strips("The median minibatch of each rank", rows, RANK_PARTS, _left_out(ranks, len(of_rank)))
     yield Table(
         [
             {"rank": str(rank)}
             | {name: duration(of_rank[rank].get(field, 0.0)) for field, name in TRACED.items()}
             for rank in ranks
         ],
-        "means of the last full minibatches by the rank’s own clock; idle: waiting for what nobody sends yet",
+        "medians of the last full minibatches by the rank’s own clock, so that a few long ones do not count; "
+        "idle: waiting for what nobody sends yet",
     )
 
 
@@ -230,5 +242,15 @@ def _machines(run: Run) -> Iterator[Block]:
 def _configuration(run: Run) -> Iterator[Block]:
     if run.start is None:
         return
-    yield Lines((f"{run.start.config}, plan {run.start.plan_source}; what is not named has its default",))
+    start = run.start
+    lines = [f"{start.config}, plan {start.plan_source}; what is not named has its default"]
+    lines += [f"Command of a rank: {start.command}"] if start.command else []
+    lines += [f"Git commit: {start.commit}"] if start.commit else []
+    yield Lines(tuple(lines))
     yield Listing(toml_text(run.start.settings))
+
+
+def _files(run: Run) -> Iterator[Block]:
+    if run.files:
+        rows = [{"file": name, "holds": FILES[name]} for name in run.files]
+        yield Table(rows, links={name: name for name in run.files})

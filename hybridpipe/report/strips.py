@@ -4,21 +4,20 @@ Pure: data in; SVG path data and positions in percent out. Predicted and measure
 time. Invariant: what is left out of a picture is said in it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from hybridpipe.planning import draw
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.timeline import Timeline, kind
+from hybridpipe.planning.timeline import Event, Timeline, kind, typical
 from hybridpipe.planning.units import duration
-from hybridpipe.report.curves import Tick
+from hybridpipe.report.curves import Hover, Tick
 
 WIDTH = 1000.0  # of a row of a timeline, in its own units; the page stretches it
 MOST_MARKS = 6_000  # in a timeline: about 300 kB
-LONGER = (
-    2.0  # a timeline so many times as long as the other has more minibatches, of which the first are shown
-)
+STREAM = 8  # updates of a stream that are shown
 WIDE, NARROW = 800, 300  # pixels of a row on a desk and on a telephone, at least
 CHARACTER = 8.0  # pixels of a digit
 
@@ -39,6 +38,7 @@ class Row(NamedTuple):
     detail: str
     paths: Mapping[str, str]
     numbers: Sequence[Number]
+    hovers: Sequence[Hover]
     value: str
 
 
@@ -84,26 +84,55 @@ class Strips:
 
 
 def timelines(found: Mapping[str, Timeline], plan: Plan) -> list[TimelineView]:
-    """Draw timelines, by name, on one scale: that of the longest, or of the shortest if it is far shorter."""
-    lengths = [timeline.seconds for timeline in found.values() if timeline.seconds]
-    if not lengths:
-        return []
-    span = min(lengths) if max(lengths) > LONGER * min(lengths) else max(lengths)
-    return [_view(name, timeline, plan, span) for name, timeline in found.items()]
+    """Draw timelines, by name, on the scale of the longest. None is cut within a minibatch.
+
+    Of several minibatches the one of median length is shown; of a stream, whose minibatches overlap, the
+    first updates.
+    """
+    pick = _first if plan.is_asynchronous else _typical
+    shown = {name: pick(each) for name, each in found.items()}
+    span = max((each.seconds for each, _ in shown.values()), default=0.0)
+    return [_view(name, each, note, plan, span) for name, (each, note) in shown.items() if span]
 
 
-def _view(name: str, timeline: Timeline, plan: Plan, span: float) -> TimelineView:
+def _typical(timeline: Timeline) -> tuple[Timeline, str]:
+    """Return the minibatch of median length, from time 0 on, and a note."""
+    updates = {rank: _updates(events) for rank, events in timeline.events.items()}
+    count = min(map(len, updates.values()), default=0)
+    if count < 2:
+        return timeline, ""
+    minibatches = [{rank: each[i] for rank, each in updates.items()} for i in range(count)]
+    return typical(minibatches), f"the median one of {count}"
+
+
+def _first(timeline: Timeline) -> tuple[Timeline, str]:
+    """Return the first STREAM updates, and a note."""
+    updates = {rank: _updates(events) for rank, events in timeline.events.items()}
+    total = min(map(len, updates.values()), default=0)
+    if total <= STREAM:
+        return timeline, ""
+    first = {rank: tuple(chain(*each[:STREAM])) for rank, each in updates.items()}
+    return Timeline(first), f"the first {STREAM} of {total} updates"
+
+
+def _updates(events: Iterable[Event]) -> list[list[Event]]:
+    """Split a rank's events behind each update."""
+    found: list[list[Event]] = []
+    ended = True
+    for event in events:
+        name = kind(event.instruction)
+        if ended and name != "all-gather":
+            found.append([])
+        found[-1].append(event)
+        ended = name in ("step", "all-gather")
+    return found
+
+
+def _view(name: str, timeline: Timeline, note: str, plan: Plan, span: float) -> TimelineView:
     used = [rank for rank in plan.ranks if rank in timeline.events]
     ranks = draw.shown_ranks(used)
-    events = {
-        rank: [
-            event._replace(end_seconds=min(event.end_seconds, span))
-            for event in timeline.events[rank]
-            if event.start_seconds < span
-        ]
-        for rank in ranks
-    }
-    length = min(span, timeline.seconds) or 1.0  # the shown part of the timeline itself
+    events = {rank: timeline.events[rank] for rank in ranks}
+    length = timeline.seconds or 1.0
     finest = draw.finest_grid([len(events[rank]) for rank in ranks], WIDTH, MOST_MARKS)
     rows = []
     for rank in ranks:
@@ -115,16 +144,24 @@ def _view(name: str, timeline: Timeline, plan: Plan, span: float) -> TimelineVie
                 draw.place_name(plan, place) if place else "",
                 paths,
                 [each for number in numbers for each in _number(number)],
-                f"{timeline.busy_seconds(rank, 0.0, length) / length:.0%} busy",
+                [*_hovers(events[rank], WIDTH / span)],
+                f"{timeline.busy_seconds(rank) / length:.0%} computing",
             )
         )
     kinds = {kind(event.instruction) for of_rank in events.values() for event in of_rank}
     legend = tuple((colour, each) for each, colour in draw.COLOURS.items() if each in kinds)
-    notes = [f"{duration(timeline.seconds)}"]
-    notes += [f"the first {duration(span)} of it"] if timeline.seconds > LONGER * span else []
+    notes = [f"{duration(timeline.seconds)} from first to last instruction", *filter(None, [note])]
     notes += [f"{len(ranks)} of {len(used)} ranks"] if len(ranks) < len(used) else []
     notes += ["finest bars left out"] if finest else []
     return TimelineView(name, ", ".join(notes), tuple(rows), _seconds(span), legend)
+
+
+def _hovers(events: Iterable[Event], per_second: float) -> Iterator[Hover]:
+    """Yield what a reader sees who points at an event that is long enough for that."""
+    for event in events:
+        left, width = event.start_seconds * per_second, event.seconds * per_second
+        if width >= WIDTH / 100 and (name := kind(event.instruction)) in draw.COLOURS:
+            yield Hover(left, width, f"{name} {event.instruction}: {duration(event.seconds)}")
 
 
 def _number(number: draw.Number) -> Iterable[Number]:

@@ -16,7 +16,7 @@ from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.search.search import Candidate, fits, short_name, with_prediction
 from hybridpipe.planning.simulator.predict import is_simulated, predict
-from hybridpipe.planning.timeline import Parts, Timeline
+from hybridpipe.planning.timeline import Timeline
 from hybridpipe.planning.units import duration, size
 from hybridpipe.report.stage_figures import StageFigures, bottleneck, stage_figures
 from hybridpipe.report.words import counted, few, ranges
@@ -27,19 +27,6 @@ LEGEND = (
     "in flight: microbatches"
 )
 COMPARE_LEGEND = "p2p and all-reduced: of all ranks, per minibatch"
-TRACED = {  # parts of a rank's minibatch: field -> heading
-    "seconds": "minibatch",
-    "forward_seconds": "forward",
-    "backward_seconds": "backward",
-    "optimizer_seconds": "optimizer",
-    "allreduce_seconds": "all-reduce",
-    "message_seconds": "message",
-    "copying_seconds": "copying",
-    "loading_seconds": "loading",
-    "idle_seconds": "idle",
-    "other_seconds": "other",
-}
-
 
 Row = dict[str, str]  # of a table: cells by heading
 
@@ -325,7 +312,7 @@ def _where_time_goes(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Ite
     what, seconds = bottleneck(figures, total, plan.num_groups)
     yield f"bottleneck: {what}, {duration(seconds)} of {duration(total)}"
     if shares:
-        yield f"the ranks' time, on average: {', '.join(shares)}"
+        yield f"the ranks' time by prediction, on average: {', '.join(shares)}"
 
 
 def _as_simulated(
@@ -404,38 +391,6 @@ def compare_rows(runs: Mapping[str, Mapping[str, Any]], reference: str) -> list[
         }
         rows.append(row)
     return rows
-
-
-def compared(predicted: Parts, measured: Parts) -> dict[str, dict[str, float]]:
-    """Predicted and measured seconds of each part of a minibatch, as means over ranks."""
-    measured_parts = asdict(measured)
-    return {
-        name: {"predicted": seconds, "measured": measured_parts[name]}
-        for name, seconds in asdict(predicted).items()
-    }
-
-
-def parts_table(parts: Mapping[str, Mapping[str, float]]) -> str:
-    """Table of the result of `compared`."""
-    rows = [
-        {
-            "part": name.removesuffix("_seconds"),
-            "predicted": duration(seconds["predicted"]),
-            "measured": duration(seconds["measured"]),
-        }
-        for name, seconds in parts.items()
-    ]
-    return table(rows)
-
-
-def ranks_table(ranks: Mapping[int, Mapping[str, float]]) -> str:
-    """Table of each rank's time: a whole minibatch, then its parts, which add up to it."""
-    rows = [
-        {"rank": rank}
-        | {TRACED[name]: duration(seconds) if seconds else "-" for name, seconds in of_rank.items()}
-        for rank, of_rank in ranks.items()
-    ]
-    return table(rows)
 
 
 def _or_dash(show: Callable[[float], str], value: float | None) -> str:

@@ -4,6 +4,9 @@ Pure, and not known here: what the numbers are of. Invariant: a long list is cut
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
+
+from hybridpipe.planning.units import duration
 
 MAX_LISTED = 8  # items of a list of cuts, or of ranges of ranks
 
@@ -28,6 +31,11 @@ def few(items: Sequence[str], separator: str) -> str:
 def counted(number: int, one: str, many: str = "") -> str:
     """Format a number of things, such as "2 ranks"; `many` is the plural if it does not end with a mere s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def spell(seconds: float) -> str:
+    """Format the duration of a training, such as "12.5 s" or "1:02:03"."""
+    return duration(seconds) if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
 def rounded(value: float) -> str:

@@ -6,8 +6,9 @@ Each rank records its own; `summary`, `timeline` and `traced` gather the records
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,7 @@ from hybridpipe.device import peak_memory_bytes
 from hybridpipe.engine.worker import Worker
 from hybridpipe.environment.memory_limits import RankMemory
 from hybridpipe.optim.update import Made
-from hybridpipe.planning.schedules.instructions import Forward, Load
-from hybridpipe.planning.timeline import COMPUTE, Event, Spent, Timeline
+from hybridpipe.planning.timeline import COMPUTE, Event, EventTime, Timeline, shifted, spent_in, typical
 from hybridpipe.report.memory import predicted_bytes
 
 # The first minibatches exchange shapes and warm up caches. They count for losses, not for speeds.
@@ -56,23 +56,25 @@ class RankTime:
 
     Args:
         num_minibatches: number of these minibatches.
-        seconds: from the end of the update before the first one to the end of the last.
-        spent: the part of `seconds` in instructions of the program.
+        seconds: of each update, for each of its minibatches: from the end of the update before to its own.
+        spent: of each update: the part of its time in instructions of the program.
     """
 
     num_minibatches: int
-    seconds: float
-    spent: Spent
-
-    @property
-    def other_seconds(self) -> float:
-        """Seconds outside of instructions: losses, records and the loop around the program."""
-        return max(0.0, self.seconds - self.spent.seconds)
+    seconds: Sequence[float]
+    spent: Sequence[dict[str, float]]
 
     def per_minibatch(self) -> dict[str, float]:
-        """Mean seconds of a minibatch by part; the parts add up to `seconds`."""
-        parts = {"seconds": self.seconds, **asdict(self.spent), "other_seconds": self.other_seconds}
-        return {name: seconds / self.num_minibatches for name, seconds in parts.items()}
+        """Median seconds of a minibatch, and of its parts, which add up to them.
+
+        The parts have the shares that they have in the middle half of the minibatches, by length. What is
+        outside of instructions is other: losses, records and the loop around the program.
+        """
+        whole, count = statistics.median(self.seconds), len(self.seconds)
+        middle = sorted(range(count), key=self.seconds.__getitem__)[count // 4 : count - count // 4]
+        scale = whole / sum(self.seconds[i] for i in middle)
+        parts = {name: scale * sum(self.spent[i][name] for i in middle) for name in self.spent[0]}
+        return {"seconds": whole, **parts, "other_seconds": max(0.0, whole - sum(parts.values()))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Traced(NamedTuple):
     ranks: dict[int, RankTime]
 
     def per_minibatch(self) -> dict[int, dict[str, float]]:
-        """Mean seconds of a minibatch, by rank and part."""
+        """Median seconds of a minibatch, by rank and part."""
         return {rank: time.per_minibatch() for rank, time in self.ranks.items()}
 
 
@@ -274,11 +276,7 @@ class Recorder:
         if not count:
             return None
         first = min(1, count - 1)  # a training's first update waits for an agreement, which looks like work
-        spans = [_span([used[rank][i] for rank in used]) for i in range(first, count)]
-        typical = first + _median_index(spans)
-        events = {rank: used[rank][typical] for rank in used}
-        begin = _begin(list(events.values()))
-        return Timeline({rank: tuple(_from(events[rank], begin)) for rank in sorted(events)})
+        return typical([{rank: used[rank][i] for rank in sorted(used)} for i in range(first, count)])
 
     def traced(self, worker: Worker) -> Traced | None:
         """Timeline of the last full minibatches and each rank's time in them. Collective.
@@ -299,17 +297,24 @@ class Recorder:
                 return None
         events = {rank: list(chain(*(each.events for each in updates))) for rank, updates in kept.items()}
         begin = min(rank_events[0].start_seconds for rank_events in events.values())
-        timeline = Timeline({rank: tuple(_from(rank_events, begin)) for rank, rank_events in events.items()})
-        spent = timeline.spent(worker.plan)
-        times = {
-            rank: RankTime(
-                num_minibatches=sum(each.num_minibatches for each in updates),
-                seconds=sum(each.seconds for each in updates),
-                spent=spent[rank],
-            )
-            for rank, updates in kept.items()
-        }
-        return Traced(timeline, times)
+        timeline = Timeline({rank: tuple(shifted(of_rank, begin)) for rank, of_rank in events.items()})
+        spent = timeline.spent_by_event(worker.plan)
+        return Traced(timeline, {rank: _rank_time(updates, spent[rank]) for rank, updates in kept.items()})
+
+
+def _rank_time(updates: Sequence[_Kept], spent: Iterable[EventTime]) -> RankTime:
+    events = iter(spent)
+    return RankTime(
+        sum(each.num_minibatches for each in updates),
+        [each.seconds / each.num_minibatches for each in updates],
+        [
+            {
+                name: seconds / each.num_minibatches
+                for name, seconds in asdict(spent_in(islice(events, len(each.events)))).items()
+            }
+            for each in updates
+        ],
+    )
 
 
 def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
@@ -320,7 +325,7 @@ def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
     end = min(rank_events[-1].end_seconds for rank_events in events.values())
     return Timeline(
         {
-            rank: tuple(_from([e for e in events[rank] if begin <= e[1] and e[2] <= end], begin))
+            rank: tuple(shifted([e for e in events[rank] if begin <= e[1] and e[2] <= end], begin))
             for rank in sorted(events)
         }
     )
@@ -340,35 +345,4 @@ def _since_all(kept: dict[int, list[_Kept]]) -> dict[int, list[_Kept]]:
 
 
 def _on_wall_clock(events: list[Event]) -> list[Event]:
-    return _shifted(events, time.time() - time.perf_counter())
-
-
-def _shifted(events: list[Event], seconds: float) -> list[Event]:
-    return [Event(e.instruction, e.start_seconds + seconds, e.end_seconds + seconds) for e in events]
-
-
-def _from(events: list[Event], begin: float) -> list[Event]:
-    """Shift events so that `begin` is time 0, and cut off earlier time."""
-    return [
-        Event(e.instruction, max(e.start_seconds, 0.0), max(e.end_seconds, 0.0))
-        for e in _shifted(events, -begin)
-    ]
-
-
-def _span(events: list[list[Event]]) -> float:
-    return max(each.end_seconds for rank_events in events for each in rank_events) - _begin(events)
-
-
-def _begin(events: list[list[Event]]) -> float:
-    """Return the time at which the first rank began to work; earlier events are waits of others."""
-    starts = (
-        each.start_seconds
-        for of_rank in events
-        for each in of_rank
-        if isinstance(each.instruction, Forward | Load)
-    )
-    return min(starts)
-
-
-def _median_index(values: list[float]) -> int:
-    return values.index(statistics.median_low(values))
+    return [*shifted(events, time.perf_counter() - time.time())]

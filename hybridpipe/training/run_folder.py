@@ -6,6 +6,7 @@ Invariant: rank 0 writes, and what was written of an earlier training is removed
 
 import json
 from dataclasses import asdict
+from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -17,7 +18,7 @@ from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.report.folder import REPORT
 from hybridpipe.report.notices import notices
-from hybridpipe.report.tables import compared
+from hybridpipe.report.rank_time import compared
 from hybridpipe.training.metrics import MinibatchRecord, Traced
 from hybridpipe.training.view import TrainerView
 
@@ -102,8 +103,8 @@ def gather_results(trainer: TrainerView, trace: bool = False) -> Results | None:
     if trainer.choice is not None:
         simulated, _ = predict(trainer.plan, trainer.choice.profile, trainer.choice.cluster)
         events += simulated.to_chrome_trace("predicted", process=1)
-        if timeline is not None and not trainer.plan.is_asynchronous:  # there was a full minibatch
-            parts = compared(simulated.parts(trainer.plan), timeline.parts(trainer.plan))
+        if traced is not None and not trainer.plan.is_asynchronous:  # there was a full minibatch
+            parts = compared(simulated.parts(trainer.plan), traced.per_minibatch())
     predicted = summary["predicted_minibatch_seconds"]
     rate = trainer.minibatch_size / predicted if predicted else None
     summary |= {
@@ -112,6 +113,7 @@ def gather_results(trainer: TrainerView, trace: bool = False) -> Results | None:
         "rank_seconds": traced.per_minibatch() if traced else {},
         "warnings": list(dict.fromkeys(chain(*(told or [])))),
         "epochs": trainer.history,
+        "ended": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }
     return Results(summary, parts, traced, events)
 

@@ -47,7 +47,8 @@ def compared(folder: Path, made: Path) -> Path:
 def test_a_report_is_written_into_the_folder(folder, capsys):
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"written to {folder / REPORT}\n"
-    assert page(folder).addresses() == {"data:,"}
+    names = {"run.json", "plan.json", "profile.json", "cluster.json", "metrics.jsonl", "summary.json"}
+    assert page(folder).addresses() == {"data:,", "trace.json"} | names
 
 
 def test_what_is_not_there_is_told_in_one_line_and_the_rest_is_shown(folder, capsys):
@@ -121,6 +122,20 @@ def test_a_damaged_comparison_is_refused_in_one_line(tmp_path, text, capsys):
     assert f"{tmp_path / 'compare.json'}: must " in line
 
 
+def test_a_run_file_of_a_script_tells_duration_command_and_commit(folder):
+    start, summary = (json.loads((folder / f"{name}.json").read_text()) for name in ("run", "summary"))
+    told = {"command": "python train.py --lr 0.1", "commit": "0123456789ab-dirty"}
+    (folder / "run.json").write_text(json.dumps(start | told))
+    (folder / "summary.json").write_text(json.dumps(summary | {"ended": "2026-11-27T20:50:25.500+00:00"}))
+    write_report(folder)
+    text = page(folder).text
+    assert "1:02:04 from start to end" in text and "50 s in its epochs" in text
+    assert "Command of a rank: python train.py --lr 0.1" in text and "commit: 0123456789ab-dirty" in text
+    assert "best epoch: 10 of 10, validation loss 0.090909" in text
+    (folder / "summary.json").write_text(json.dumps(summary | {"ended": "soon"}))
+    assert read_run(folder).seconds is None
+
+
 def browse(folder: Path, name: str) -> "subprocess.CompletedProcess[str]":
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     options = [f"--user-data-dir={folder / 'browser'}", "--dump-dom", f"file://{folder / name}"]
@@ -135,7 +150,11 @@ def test_a_browser_shows_it_without_scrolling_sideways_or_complaining(made, tmp_
     folder = compared(tmp_path, made) if of == "comparison" else made
     write_report(folder)
     frame = html.escape((folder / REPORT).read_text())
-    script = "with (frames[0].document.documentElement) document.title = scrollWidth - clientWidth"
+    script = (
+        "const [page, ...tables] = frames[0].document.querySelectorAll('html, .scroll');"
+        "const over = each => each.scrollWidth - each.clientWidth;"
+        f"document.title = over(page) + ({width} < 1280 ? 0 : Math.max(...tables.map(over)))"
+    )
     (tmp_path / "frame.html").write_text(
         f'<iframe srcdoc="{frame}" width="{width}" height="900" style="border:0" onload="{script}"></iframe>'
     )

@@ -24,7 +24,7 @@ def make_run(folder: Path, num_ranks: int = 4, schedule: str = "1f1b", num_micro
     folder.mkdir(parents=True, exist_ok=True)
     layers = [LayerProfile(f"{EVIL}{i}", 2e-3, 4e-3, 400_000, 2_000, 800_000, 1e-3) for i in range(num_ranks)]
     profile = ModelProfile(tuple(layers), samples=4)
-    cluster = Cluster((Level("host", num_ranks, 1e7, 1e-4, fit_error=0.7),), memory_bytes=10_000_000)
+    cluster = Cluster((Level("host", num_ranks, 1e7, 1e-4, fit_error=5.24),), memory_bytes=10_000_000)
     candidates = search(profile, cluster, num_microbatches, PlanRequest(schedule))
     plan = candidates[0].plan
     timeline, prediction = predict(plan, profile, cluster)

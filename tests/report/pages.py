@@ -30,7 +30,7 @@ class Tree(HTMLParser):
 
     def handle_data(self, data):
         if self.open and self.open[-1] != "style" and data.strip():
-            self.texts.append(data.strip())
+            self.texts.append(data.strip().replace("\u00a0", " "))
 
     @property
     def text(self) -> str:

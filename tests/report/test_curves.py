@@ -92,3 +92,42 @@ def test_series_share_their_axes():
     made = chart("Loss", [low, high], "minibatches")
     assert made.legend == (("accent", "a"), ("second", "b"))
     assert [x for x, _ in numbers(made.paths[0].data)] == [0, 500] and made.dots[0].left == 100
+
+
+def series(name, values, form="line"):
+    return Series(name, "accent", list(enumerate(values)), form)
+
+
+def test_lines_that_lie_on_each_other_are_said_to_coincide():
+    """Of two plans with one process's losses the reader saw only the line that was drawn last."""
+    dp, auto, off = [3.0, 2.0, 1.0], [3.0, 2.001, 1.0], [3.0, 2.1, 1.0]
+    made = chart("Loss", [series("dp", dp), series("auto", auto), series("off", off)], "minibatches")
+    assert made.below == "minibatches; dp and auto coincide"
+    made = chart("Loss", [series(name, dp) for name in "abc"], "minibatches")
+    assert made.below == "minibatches; a, b and c coincide"
+    assert chart("Loss", [series("dp", dp), series("short", dp[:2])], "minibatches").below == "minibatches"
+
+
+def test_who_points_at_a_place_sees_all_its_values():
+    made = chart("Loss", [series("training", [3.0, 2.0]), series("held out", [4.0], "dots")], "minibatches")
+    assert [hover.text for hover in made.hovers] == ["0: training 3, held out 4", "1: training 2"]
+    assert [(hover.left, hover.width) for hover in made.hovers] == [(0, 500), (500, 500)]
+    many = drawn([(float(i), float(i % 2)) for i in range(10_000)], "mean")
+    assert len(many.hovers) <= BUCKETS and many.hovers[0].text.endswith("training 0.5 (0 to 1)")
+
+
+def test_an_outlier_is_cut_off_but_keeps_its_value():
+    made = drawn([(0, 10.0), (1, 12_700.0), (2, 11.0)], from_zero=True, most=30.0)
+    assert [tick.text for tick in made.upward] == ["0", "10", "20", "30"]
+    assert min(y for _, y in numbers(made.paths[0].data)) == 0
+    assert made.hovers[1].text == "1: training 12700"
+
+
+def test_ends_of_epochs_stand_on_the_axis():
+    points = [(float(i), 1.0) for i in range(101)]
+    made = drawn(points, epochs={i: 10.0 * i for i in range(1, 11)})
+    assert [(tick.text, tick.at) for tick in made.epochs] == [("epoch 5", 50), ("epoch 10", 100)]
+    assert [tick.text for tick in drawn(points, epochs={1: 50.0, 2: 100.0, 3: 150.0}).epochs] == [
+        "epoch 1",
+        "epoch 2",
+    ]

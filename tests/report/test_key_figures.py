@@ -19,11 +19,12 @@ def test_figures_stand_beside_what_was_predicted():
         predicted_samples_per_second=2000.0,
         minibatch_seconds_median=0.05,
         predicted_minibatch_seconds=0.04,
-        bubble_fraction=0.25,
+        bubble_fraction=0.5,  # counts messages, too: it is no idle time
+        rank_seconds={"0": {"seconds": 0.05, "idle_seconds": 0.02}, "1": {"seconds": 0.05}},
     )
     assert found["samples/s"] == ("1,500", "predicted 2,000 (-25%)")
     assert found["minibatch, median"] == ("50 ms", "predicted 40 ms (+25%)")
-    assert found["idle"] == ("25%", "of the used ranks' time")
+    assert found["idle"] == ("20%", "of the used ranks’ time in a minibatch")
     assert told(samples_per_second=10.0)["samples/s"] == ("10", "")
 
 
@@ -56,9 +57,9 @@ def test_a_prediction_that_is_far_off_is_a_warning(seconds, factor):
 
 
 def test_rough_links_are_a_warning():
-    level = replace(CLUSTER.levels[0], fit_error=0.6)
+    level = replace(CLUSTER.levels[0], fit_error=1.6)
     (line,) = warnings(Run("run", cluster=replace(CLUSTER, levels=(level,))))
-    assert "over the level host lie up to 60% off" in line
+    assert "over the level host are doubtful: at one size they take 2.6 times as long" in line
     assert list(warnings(Run("run", cluster=CLUSTER))) == []
 
 

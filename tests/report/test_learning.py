@@ -1,7 +1,7 @@
 from pytest import approx
 
 from hybridpipe.planning.plan import Plan, Prediction
-from hybridpipe.report.learning import charts, epoch_rows
+from hybridpipe.report.learning import best_epoch, charts, epoch_rows
 from hybridpipe.report.run import Epoch, Record, Run, Summary
 
 RECORDS = tuple(Record(i, i // 5, 2.0 - i / 10, 8, 0.1) for i in range(10))
@@ -59,3 +59,30 @@ def test_every_epoch_has_a_row():
         "validation accuracy": "0.75",
     }
     assert epoch_rows(Run("run", summary=Summary(epochs=(Epoch(0, 1.0),))))[0]["validation loss"] == "-"
+
+
+def test_learning_rate_and_gradient_norm_have_curves():
+    made = tuple(each._replace(learning_rate=0.1, gradient_norm=each.loss) for each in RECORDS)
+    found = drawn(Run("run", records=made))
+    assert found.keys() >= {"Learning rate", "Norm of the gradient, before clipping"}
+    assert found["Learning rate"].hovers[0].text == "1: learning rate 0.1"
+    assert [tick.text for tick in found["Loss"].epochs] == ["epoch 1"]  # the second is under way
+
+
+def test_a_far_longer_minibatch_is_cut_off_and_named():
+    """A new shape was recorded in it; the other minibatches were a line on the ground of the chart."""
+    long = (*RECORDS[:6], RECORDS[6]._replace(seconds=12.7), *RECORDS[7:])
+    time = drawn(Run("run", records=long))["Time of a minibatch, ms"]
+    assert time.below == "minibatches; 1 cut off above, the longest: 7 took 12.7 s"
+    assert time.upward[-1].text == "300"
+    assert drawn(RUN)["Time of a minibatch, ms"].below == "minibatches"
+
+
+def test_the_best_epoch_is_that_of_the_best_validation():
+    epochs = tuple(
+        Epoch(e, 0.5, 1.0, {"loss": loss, "accuracy": e}) for e, loss in enumerate((2.0, 0.5, 0.7))
+    )
+    assert best_epoch(epochs) == (1, "best epoch: 2 of 3, validation loss 0.5")
+    accuracies = tuple(Epoch(e, 0.5, 1.0, {"accuracy": e / 4}) for e in range(3))
+    assert best_epoch(accuracies) == (2, "best epoch: 3 of 3, validation accuracy 0.5")
+    assert best_epoch((Epoch(0, 1.0, 2.0),)) is None and best_epoch(()) is None

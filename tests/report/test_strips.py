@@ -3,9 +3,10 @@ import re
 from pytest import approx
 
 from hybridpipe.planning.draw import COLOURS, MAX_RANKS
+from hybridpipe.planning.schedules.instructions import Step
 from hybridpipe.planning.simulator.predict import predict
-from hybridpipe.planning.timeline import Timeline
-from hybridpipe.report.strips import MOST_MARKS, stack, timelines
+from hybridpipe.planning.timeline import Timeline, shifted
+from hybridpipe.report.strips import MOST_MARKS, STREAM, stack, timelines
 from tests.planning.helpers import free, layer, model, plan
 
 PLAN = plan([2, 1], 4)
@@ -34,16 +35,48 @@ def test_predicted_and_measured_have_one_scale():
     assert predicted.rows[0].detail == "stage 0 · replica 0" and predicted.rows[2].detail == "stage 1"
     assert max(map(ends, measured.rows)) == approx(1000, abs=1)
     assert max(map(ends, predicted.rows)) == approx(800, abs=1)
-    assert predicted.note == "20 ms" and measured.note == "25 ms"
+    assert predicted.note == "20 ms from first to last instruction"
+    assert measured.note == "25 ms from first to last instruction"
     assert [row.value for row in predicted.rows] == [row.value for row in measured.rows]
-    assert predicted.rows[0].value == f"{TIMELINE.busy_seconds(0) / TIMELINE.seconds:.0%} busy"
+    assert predicted.rows[0].value == f"{TIMELINE.busy_seconds(0) / TIMELINE.seconds:.0%} computing"
 
 
-def test_of_several_minibatches_the_first_are_shown():
-    """A traced run holds up to 64 minibatches: beside one predicted they would be hairlines."""
-    one, many = timelines({"predicted": TIMELINE, "measured": slowed(TIMELINE, 10)}, PLAN)
-    assert one.across == many.across and many.note == "200 ms, the first 20 ms of it"
-    assert max(map(ends, many.rows)) <= 1000
+def traced(*factors: float) -> Timeline:
+    """Minibatches behind each other, each so many times as long as the predicted one."""
+    events, begin = dict.fromkeys(TIMELINE.events, ()), 0.0
+    for factor in factors:
+        one = slowed(TIMELINE, factor)
+        for rank, of_rank in one.events.items():
+            events[rank] += tuple(shifted(of_rank, -begin))
+        begin += one.seconds
+    return Timeline(events)
+
+
+def test_of_several_minibatches_the_median_one_is_shown_whole():
+    """A traced run holds up to 64: they were cut at the predicted length, in the middle of the first."""
+    one, many = timelines({"predicted": TIMELINE, "measured": traced(9.0, 1.5, 1.0)}, PLAN)
+    assert one.across == many.across
+    assert many.note == "30 ms from first to last instruction, the median one of 3"
+    assert max(map(ends, many.rows)) == approx(1000, abs=1)
+    assert [number.text for number in many.rows[2].numbers] == ["0", "0", "1", "1", "2", "2", "3", "3"]
+
+
+def test_of_a_stream_the_first_updates_are_shown_whole():
+    """Its minibatches overlap, so that none stands alone."""
+    stream = plan([1, 1], 1, "pipedream")
+    timeline, _ = predict(stream, model(layer(2e-3, 4e-3), layer(2e-3, 4e-3)), free(2))
+    total = sum(isinstance(event.instruction, Step) for event in timeline.events[0])
+    long = Timeline({rank: events * STREAM for rank, events in timeline.events.items()})
+    short, found = timelines({"predicted": timeline, "measured": long}, stream)
+    assert total < STREAM and "updates" not in short.note
+    assert found.note.endswith(f"the first {STREAM} of {STREAM * total} updates")
+    steps = [row.paths[COLOURS["step"]].count("M") for row in found.rows]
+    assert steps == [STREAM, STREAM] and max(map(ends, found.rows)) <= 1000
+
+
+def test_who_points_at_a_bar_sees_what_it_is():
+    (view,) = timelines({"predicted": TIMELINE}, PLAN)
+    assert [hover.text for hover in view.rows[2].hovers][:2] == ["forward F0: 1 ms", "backward B0: 2 ms"]
 
 
 def test_a_number_stands_where_its_bar_has_room():

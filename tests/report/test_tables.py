@@ -10,14 +10,10 @@ from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile, SharedParameter
 from hybridpipe.planning.search.search import with_prediction
-from hybridpipe.planning.timeline import Parts
 from hybridpipe.report.tables import (
     candidate_rows,
     compare_table,
-    compared,
     explain,
-    parts_table,
-    ranks_table,
     stage_rows,
     table,
 )
@@ -50,7 +46,7 @@ def test_a_plan_is_explained():
         "",
     ]
     assert "bottleneck: computing in stage 0, 24 s of 30 s" in lines
-    assert any(line.startswith("the ranks' time, on average: forward 27%, ") for line in lines)
+    assert any(line.startswith("the ranks' time by prediction, on average: forward 27%, ") for line in lines)
     assert "considered, by predicted time:" in lines
     assert "cannot be trained" not in text
 
@@ -152,16 +148,6 @@ def test_a_model_that_takes_no_time_is_explained():
     assert "0 us a minibatch of 4 samples" in told(Plan.data_parallel(1, 2, 4), profile, FREE)
 
 
-def test_predicted_and_measured_parts_side_by_side():
-    parts = compared(Parts(1, 2, 0, 0, 0.5, 0), Parts(1, 3, 0, 0, 0.25, 0.001))
-    assert parts["allreduce_seconds"] == {"predicted": 0.5, "measured": 0.25}
-    assert list(parts)[-1] == "idle_seconds"
-    assert [line.split() for line in parts_table(parts).splitlines()][-2:] == [
-        ["allreduce", "500", "ms", "250", "ms"],
-        ["idle", "0", "us", "1", "ms"],
-    ]
-
-
 # The command
 
 
@@ -253,13 +239,6 @@ def test_mistakes_are_told_in_one_line(files, capsys, options, message):
     assert plan(*options) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"hybridpipe: plan: {message}") and error.count("\n") == 1
-
-
-def test_where_each_ranks_time_goes():
-    parts = {"seconds": 0.01, "forward_seconds": 0.004, "idle_seconds": 0.0, "other_seconds": 0.006}
-    header, _, row = ranks_table({3: parts}).splitlines()
-    assert header.split() == ["rank", "minibatch", "forward", "idle", "other"]
-    assert row.split() == ["3", "10", "ms", "4", "ms", "-", "6", "ms"]
 
 
 def test_what_stages_share_is_told_where_a_plan_separates_it():

@@ -1,5 +1,6 @@
 """What a run says of itself, from events made by hand, in a world of one rank."""
 
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -133,7 +134,7 @@ def test_a_trace_leaves_the_warm_up_out():
         recorder.keep(minibatch(10.0 * i), 10.0 + i, full=True)
     traced = recorder.traced(worker())
     assert traced.ranks[0].num_minibatches == 2
-    assert traced.ranks[0].seconds == (10.0 + WARM_UP) + (10.0 + WARM_UP + 1)
+    assert traced.ranks[0].seconds == [10.0 + WARM_UP, 10.0 + WARM_UP + 1]
     assert traced.timeline.events[0][0].start_seconds == 0 and len(traced.timeline.events[0]) == 8
     assert traced.timeline.seconds == pytest.approx(14.0)  # from the first of them to the end of the second
     per_minibatch = traced.per_minibatch()[0]
@@ -186,11 +187,19 @@ def test_the_timeline_of_a_stream_is_what_all_ranks_took_notes_of():
     assert recorder.timeline(two) is None and recorder.traced(two) is None and recorder.summary(two) is None
 
 
-def test_what_no_instruction_took_is_never_negative():
-    spent = Spent(1.0, 2.0, *[0.0] * 6)
-    assert RankTime(2, 4.0, spent).other_seconds == 1.0
-    assert RankTime(2, 2.5, spent).other_seconds == 0.0
-    assert RankTime(2, 4.0, spent).per_minibatch()["other_seconds"] == 0.5
+def test_what_no_instruction_took_is_other_and_never_negative():
+    spent = asdict(Spent(1.0, 2.0, *[0.0] * 6))
+    assert RankTime(1, [4.0], [spent]).per_minibatch()["other_seconds"] == 1.0
+    assert RankTime(1, [2.5], [spent]).per_minibatch()["other_seconds"] == 0.0
+
+
+def test_one_long_minibatch_does_not_count():
+    """A new shape was recorded in it, for 12.7 s: the means of all minibatches were those of this one."""
+    spent = [asdict(Spent(1.0, 2.0 + i, *[0.0] * 6)) for i in (0, 1, 0, 12.7, 0, 1, 0, 1, 0)]
+    parts = RankTime(9, [0.5 + each["backward_seconds"] + 1 for each in spent], spent).per_minibatch()
+    seconds = parts.pop("seconds")
+    assert seconds == 3.5 and sum(parts.values()) == pytest.approx(seconds)
+    assert 2.0 < parts["backward_seconds"] < 2.5
 
 
 def test_a_run_that_goes_on_adds_to_the_past():

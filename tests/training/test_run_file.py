@@ -1,8 +1,11 @@
 """The facts of a training that run.json holds, in a world of one rank."""
 
 import platform
+import shutil
+import subprocess
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
@@ -10,7 +13,7 @@ from hybridpipe.config import load_config
 from hybridpipe.environment import num_cores
 from hybridpipe.files import read_json, write_json
 from hybridpipe.report.run import RUN_FORMAT, RunStart
-from hybridpipe.training.run_file import run_start
+from hybridpipe.training.run_file import commit, optimizer_settings, run_start
 
 CONFIG = """
 [model]
@@ -37,6 +40,7 @@ def test_a_run_is_described_and_read_back(make_trainer, quick, tmp_path):
     assert start.settings == config.settings() and start.measured
     assert start.candidates[0].plan.num_ranks == 1
     assert start.versions.keys() == {"hybridpipe", "torch", "python", "MPI"} and all(start.versions.values())
+    assert "pytest" in start.command
     write_json(tmp_path / "run.json", start)
     assert read_json(tmp_path / "run.json", RunStart, RUN_FORMAT) == start
 
@@ -49,3 +53,38 @@ def test_a_plan_that_was_not_measured_has_no_candidates(make_trainer, quick):
     trainer = make_trainer(model, loss=nn.MSELoss(), optimizer=optimizer, plan=given, minibatch_size=4)
     start = run_start(trainer, "mine.toml", {}, "plan.json")
     assert not start.measured and start.candidates == ()
+
+
+def test_the_optimizer_of_a_script_is_described(make_trainer, quick, tmp_path):
+    """Its lambda says nothing in a report; what it made does."""
+    rate = torch.tensor(0.5)
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=3)
+    trainer = make_trainer(
+        nn.Sequential(nn.Linear(2, 1)),
+        loss=nn.MSELoss(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=rate, betas=(0.8, 0.9)),
+        plan="dp",
+        minibatch_size=4,
+        lr_scheduler=schedule,
+        clip_grad_norm=float("inf"),
+    )
+    trainer.train_step(torch.ones(4, 2), torch.ones(4, 1))
+    found = optimizer_settings(trainer)
+    assert found["type"] == "Adam" and found["lr"] == 0.5 and found["betas"] == [0.8, 0.9]
+    assert found["lr_scheduler"] == "StepLR" and found["clip_grad_norm"] == "inf"
+    start = run_start(trainer, "mine.py", {"optimizer": found}, "dp")
+    write_json(tmp_path / "run.json", start)
+    assert read_json(tmp_path / "run.json", RunStart, RUN_FORMAT) == start
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
+def test_a_commit_is_that_of_the_scripts_folder(tmp_path):
+    assert commit(tmp_path) == "" and commit(tmp_path / "none") == ""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "train.py").write_text("")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "begin"]):
+        subprocess.run([*git, *command], check=True)
+    clean = commit(tmp_path)
+    assert len(clean) == 12 and int(clean, 16) >= 0
+    (tmp_path / "train.py").write_text("changed")
+    assert commit(tmp_path) == f"{clean}-dirty"
