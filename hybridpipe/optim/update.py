@@ -8,9 +8,9 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +104,14 @@ class UpdateRule:
                 f"every stage, which the rule divides by 1, got {self.delay_warm_up}"
             )
 
+    def naming(self, names: Mapping[Tensor, str]) -> "UpdateRule":
+        """Return the rule whose optimizer is given the names of its parameters, if it asks for them.
+
+        Args:
+            names: the key in the model of each parameter.
+        """
+        return replace(self, optimizer=with_names(self.optimizer, names))
+
     def try_out(self, parameters: Sequence[Tensor]) -> None:
         """Check that `build` would accept the optimizer and the scheduler.
 
@@ -179,6 +187,28 @@ class UpdateRule:
             if "empty parameter list" in str(error) and not any(p.requires_grad for p in parameters):
                 return None
             raise
+
+
+def with_names(factory: OptimizerFactory, names: Mapping[Tensor, str]) -> OptimizerFactory:
+    """Return a factory that is called with parameters, of one that may ask for `named_parameters`.
+
+    As torch's optimizers do, such a one takes pairs (name, parameter). The names that they keep are dropped:
+    a stage's groups would differ from another plan's by them alone.
+    """
+    try:
+        asks = "named_parameters" in inspect.signature(factory).parameters
+    except ValueError:  # some built-in callables have no signature
+        asks = False
+    if not asks:
+        return factory
+
+    def named(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        optimizer = factory([(names[p], p) for p in parameters])
+        for group in optimizer.param_groups:
+            group.pop("param_names", None)
+        return optimizer
+
+    return named
 
 
 class Given(NamedTuple):

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridpipe.collectives.backends import Usable, suited, usable
 from hybridpipe.comm.gpus import own_device, tell_shared_gpus
@@ -92,7 +92,8 @@ def _shareable(request: PlanRequest, model: nn.Module, rule: UpdateRule, tells: 
     """
     # A few are enough, and some optimizers allocate their state at once.
     few = [p for p in model.parameters() if p.requires_grad][:2]
-    why = why_not_in_parts(rule.optimizer, few, few) if request.zero == AUTO and few else None
+    factory = rule.naming({p: name for name, p in model.named_parameters()}).optimizer
+    why = why_not_in_parts(factory, few, few) if request.zero == AUTO and few else None
     if why is None:
         return request
     if tells:
@@ -364,7 +365,8 @@ class PlanMaker:
         copy = layers.copied()
         if self.numbers is not None:
             self.numbers.fill_for_measuring(copy.model)
-        self._rule.try_out([p for p in copy.model.parameters() if p.requires_grad][:1])
+        names: dict[Tensor, str] = {p: name for name, p in copy.model.named_parameters()}
+        self._rule.naming(names).try_out([p for p in names if p.requires_grad][:1])
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         with failure.guard():  # else the other ranks would wait for a failed one
             try:
