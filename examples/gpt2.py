@@ -5,7 +5,6 @@ documents. Weights are random; pretrained ones are loaded before training, as in
 """
 
 import sys
-from functools import partial
 
 import torch
 from text import VOCABULARY, character_loss, characters, text_folder
@@ -34,6 +33,15 @@ def loss():
     return lambda outputs, targets: of_logits(outputs.logits, targets)
 
 
+def optimizer(named_parameters):
+    """Make AdamW for a stage's parameters: biases and norms do not decay."""
+    of_decay = {0.1: [], 0.0: []}
+    for name, parameter in named_parameters:
+        of_decay[0.0 if name.endswith("bias") or ".ln_" in name else 0.1].append(parameter)
+    groups = [{"params": parameters, "weight_decay": decay} for decay, parameters in of_decay.items()]
+    return torch.optim.AdamW(groups, lr=0.001)
+
+
 if __name__ == "__main__":
     folder = text_folder(*sys.argv[1:])
     train, held_out = characters(folder, limit=1024), characters(folder, train=False, limit=256)
@@ -41,7 +49,7 @@ if __name__ == "__main__":
     trainer = hybridpipe.Trainer(
         model(),
         loss=loss(),
-        optimizer=partial(torch.optim.AdamW, lr=0.001),
+        optimizer=optimizer,
         plan="auto",
         minibatch_size=32,
         clip_grad_norm=1.0,

@@ -6,6 +6,7 @@ Importing the package imports neither torch nor MPI; names that need them are im
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hybridpipe.errors import suggesting
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
@@ -41,6 +42,9 @@ _LATER = {  # loaded at the first use, from these modules
     "Preempted": "health.preemption",
     "Trainer": "training.trainer",
 }
+
+for _kind in (Plan, StageSpec):  # here, as planning knows nobody
+    suggesting(_kind)
 
 
 def __getattr__(name: str) -> Any:

@@ -67,6 +67,11 @@ class Factory:
         """Return the call of `build`, checked but not made yet. Raises UserError as `build` does."""
         return self._bind(positional, self.args, "args")
 
+    def bound(self) -> Callable[..., Any]:
+        """Return the callable with its own arguments, which takes one more. Raises UserError as `build`."""
+        self.bind(None)  # stands for the argument
+        return partial(self.resolve(), **self.args)
+
     def resolve(self) -> Callable[..., Any]:
         """Import the callable.
 

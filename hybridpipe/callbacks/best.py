@@ -5,12 +5,16 @@ Not known here: what a checkpoint holds. Invariant: metrics are the same on all 
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hybridpipe.callbacks.metric import Best
+from hybridpipe.checkpoint.resume import load_validated
+from hybridpipe.errors import suggesting
 from hybridpipe.training.callbacks import Callback, Run
 
 
+@suggesting
 class BestCheckpoint(Callback):
     """Saves a checkpoint after each validation that is better than all before it.
 
@@ -20,6 +24,8 @@ class BestCheckpoint(Callback):
         folder: of its own, not that of the training's checkpoints, on a disk that all ranks share.
         metric, mode, min_delta: when a value is better (`metric.Best`).
         keep: number of the best checkpoints that stay.
+        restore: when `fit` ends, the model has the weights of the best validation, or the averages that
+            `EMA` has kept by then; steps, optimizer and the training's own checkpoints stay as they are.
 
     Raises:
         ValueError: an argument is out of range; in `fit`: there is no validation, or it has no such metric.
@@ -35,13 +41,20 @@ class BestCheckpoint(Callback):
         mode: str | None = None,
         min_delta: float = 0.0,
         keep: int = 1,
+        restore: bool = False,
     ) -> None:
         self.best, self.folder, self._keep = Best(metric, mode, min_delta), folder, keep
+        self._restore = restore
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Save if the metric is better."""
         if self.best.improves(metrics):
             run.save(self.folder, self._keep)
+
+    def on_fit_end(self, run: Run) -> None:
+        """Give the model the best weights back, if that was asked for and the process is not about to end."""
+        if self._restore and self.best.value is not None and not run.trainer.state.preempted:
+            load_validated(run.trainer.worker, Path(self.folder))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value."""

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridpipe.callbacks.metric import Best
+from hybridpipe.errors import suggesting
 from hybridpipe.planning.checks import positive_int
 from hybridpipe.training.callbacks import Callback, Run
 
 
+@suggesting
 class EarlyStopping(Callback):
     """Ends the training after `patience` validations in a row without a better value.
 

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpipe.errors import suggesting
 from hybridpipe.stage.state import AVERAGE
 from hybridpipe.training.callbacks import Callback, Run
 
 
+@suggesting
 class EMA(Callback):
     """Keeps `average = decay * average + (1 - decay) * weights` after each update, and validates with it.
 

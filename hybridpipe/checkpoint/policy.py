@@ -15,7 +15,7 @@ from hybridpipe.checkpoint import snapshot
 from hybridpipe.checkpoint.names import name_of
 from hybridpipe.checkpoint.snapshot import Saver, Snapshot
 from hybridpipe.engine.worker import Worker
-from hybridpipe.errors import UserError
+from hybridpipe.errors import UserError, suggesting
 from hybridpipe.health import failure
 from hybridpipe.planning.checks import positive_int
 from hybridpipe.planning.plan import Plan
@@ -25,6 +25,7 @@ from hybridpipe.planning.schedules.resume_point import ResumePoint
 JSON = Any
 
 
+@suggesting
 @dataclass(frozen=True)
 class Checkpointing:
     """Folder and interval of checkpoints during `fit`, which also saves at its end.

@@ -18,6 +18,7 @@ from hybridpipe.checkpoint.joined_state import JoinedState
 from hybridpipe.checkpoint.manifest import MANIFEST, Manifest
 from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpoint.plain import Weights
+from hybridpipe.checkpoint.saved_model import SavedModel, keeps_averages
 from hybridpipe.checkpoint.shard import read_shard
 from hybridpipe.checkpoint.snapshot import plan_json, rank_file, stage_file
 from hybridpipe.comm.mpi import MPI
@@ -33,6 +34,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
 from hybridpipe.model.deferred import Numbers
+from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.loss_scale import LossScale
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Plan
@@ -125,6 +127,29 @@ def load_plain(world: MPI.Comm, model: nn.Module, source: Path, numbers: Numbers
     if numbers is not None:
         absent = (key for key, tensor in state.items() if tensor.is_meta)
         numbers.given.update({key: partial(weights.read, key) for key in absent})
+
+
+def load_validated(worker: Worker, folder: Path) -> None:
+    """Load the weights that the last good checkpoint in a folder was validated with, and nothing else.
+
+    They are the averages where `callbacks.EMA` keeps some. Collective.
+
+    Raises:
+        UserError: there is none, or it is of another model; raised on every rank, and no state has changed.
+    """
+    found = find(worker.control, folder)
+    if isinstance(found, Nothing):
+        raise UserError("; ".join([f"{folder}: holds no checkpoint to restore", *found.notes]))
+    check_model(found, worker.model)
+    layers = stage_modules(worker.executor).values()
+
+    def read() -> list[tuple[Tensor, Tensor]]:
+        saved = SavedModel(found.path, keeps_averages(found.manifest))
+        return [(tensor, saved.read(key)) for held in layers for key, tensor in held.tensors().items()]
+
+    for tensor, values in _agreed(worker.control, read):
+        overwrite(tensor, values)
+    worker.executor.statistics.begin_anew()
 
 
 def check_model(found: Found, model: nn.Module) -> None:

@@ -141,7 +141,7 @@ class SavedModel:
     def _averages_by_key(self) -> dict[str, list[tuple[PlainFile, str, range | None]]]:
         """Return the parts of each average: file, name there, and elements."""
         found = defaultdict[str, list[tuple[PlainFile, str, range | None]]](list)
-        for name, file in self._files.items() if _keeps_averages(self._manifest) else ():
+        for name, file in self._files.items() if keeps_averages(self._manifest) else ():
             value = file.value
             if not isinstance(value, dict):
                 continue
@@ -177,7 +177,7 @@ def _rank_of(name: str) -> int | None:
     return int(rank) if rank.isdecimal() else None
 
 
-def _keeps_averages(manifest: Manifest) -> bool:
+def keeps_averages(manifest: Manifest) -> bool:
     """True if a callback of the training has kept the averages; else they are of an earlier one."""
     states: Mapping[str, Any] = manifest.run.get("callbacks") or {}
     return any(isinstance(state, dict) and state.get("averages") is True for state in states.values())

@@ -62,7 +62,7 @@ def _trainer(config: Config, model: nn.Module, loss: Loss, num_layers: int) -> T
     return Trainer(
         model,
         loss=loss,
-        optimizer=config.optimizer.build,
+        optimizer=config.optimizer.bound(),
         plan=Plan((StageSpec(0, num_layers),), num_microbatches=count),
         minibatch_size=minibatch,
         lr_scheduler=None if config.lr_scheduler is None else config.lr_scheduler.build,

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybridpipe.checkpoint.names import CHECKPOINTS
 from hybridpipe.cli.options import COMMANDS
 from hybridpipe.environment import launched_rank
-from hybridpipe.errors import REMEDIES, UserError
+from hybridpipe.errors import REMEDIES, UserError, suggest
 from hybridpipe.health import exit_report, preemption
 from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
 from hybridpipe.planning.schedules.registry import TRAITS
@@ -449,7 +449,21 @@ _RUNS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that reports a mistake in one line, on rank 0 only."""
+    """Parser that reports a mistake in one line, on rank 0 only, and says what was meant."""
+
+    def parse_known_args(self, *given: Any, **kwargs: Any) -> Any:
+        """Refuse what is not known here, so that a command points to its own help."""
+        found, unknown = super().parse_known_args(*given, **kwargs)
+        if unknown:
+            options = [name for name in self._option_string_actions if name.startswith("--")]
+            hint = suggest(unknown[0].partition("=")[0], options) if unknown[0].startswith("-") else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            what = f"invalid choice: {value!r}{suggest(str(value), map(str, action.choices))}"
+            raise argparse.ArgumentError(action, what)
 
     def error(self, message: str) -> NoReturn:
         _print_mistake(f"{self.prog}: {message}; see {self.prog} --help")

@@ -37,7 +37,7 @@ def profile_model(config: Config, sizes: Sequence[int] = ()) -> ModelProfile:
     if samples is not None and max(sizes, default=0) > samples:
         raise UserError(f"--microbatch: must be at most the data's {samples} samples, got {max(sizes)}")
     microbatch = first_microbatch(config, source, max(sizes, default=None))
-    measured = partial(measure, model, *microbatch, loss, config.optimizer.build, sizes=sizes)
+    measured = partial(measure, model, *microbatch, loss, config.optimizer.bound(), sizes=sizes)
     return _measuring()(partial(measured, precision=Precision(config.train.precision)))
 
 

@@ -184,7 +184,7 @@ def _trainer(
     return Trainer(
         model,
         loss=loss,
-        optimizer=config.optimizer.build,
+        optimizer=config.optimizer.bound(),
         plan=plan,
         cluster=cluster,
         minibatch_size=config.train.minibatch,

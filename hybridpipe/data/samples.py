@@ -70,13 +70,15 @@ def collated(samples: list[Any], indices: Sequence[int], collate_fn: Collate | N
 
 def pair_of(sample: Any) -> Any:
     """Return a sample or microbatch as a pair (inputs, targets); a dict is both. Anything else stays."""
-    whole = _plain(sample)
+    whole = plain(sample)
     return (whole, whole) if isinstance(whole, Mapping) else whole
 
 
-def _plain(tree: Any) -> Any:
+def plain(tree: Any) -> Any:
     """Return the tree with dicts in place of each UserDict, such as BatchEncoding of transformers."""
-    return pytree.tree_map_only(UserDict, lambda each: _plain(each.data), tree)
+    if isinstance(tree, Tensor):  # the usual inputs of a step
+        return tree
+    return pytree.tree_map_only(UserDict, lambda each: plain(each.data), tree)
 
 
 def _stacked(samples: list[Any], indices: Sequence[int]) -> Loaded:

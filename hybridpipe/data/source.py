@@ -7,6 +7,7 @@ its Source or refused in one line, except for what changes no number (pinned mem
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from operator import index
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils.data import (
 )
 
 from hybridpipe.data.beginning import begun, set_epoch
-from hybridpipe.errors import UserError
+from hybridpipe.errors import UserError, shown
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
 
 Collate = Callable[[list[Any]], Any]  # the samples of a microbatch -> (inputs, targets), or a dict for both
@@ -74,7 +75,7 @@ class Source:
         A sampler's draws from the generators of torch, NumPy and Python follow from seed and epoch.
 
         Raises:
-            UserError: the epoch holds no samples.
+            UserError: the epoch holds no samples, or the sampler gives something else than their indices.
         """
         if self.sampler is None:
             indices = _order(len(self.dataset), seed, epoch, shuffle)
@@ -82,7 +83,7 @@ class Source:
             with preserved_state(CPU, python_too=True):
                 seed_generators(random_key(seed, epoch, 0, AN_ORDER), CPU, python_too=True)
                 set_epoch(self.sampler, epoch)
-                indices = [int(index) for index in islice(self.sampler, len(self.sampler))]
+                indices = [_index(given) for given in islice(self.sampler, len(self.sampler))]
         kept = indices[: self._kept(len(indices), minibatch_size)]
         if not kept:
             raise self.empty_epoch(minibatch_size)
@@ -114,14 +115,15 @@ def source_of(
 
     Raises:
         TypeError: it is no data set, or can be read once only.
-        ValueError: it is empty, or the DataLoader has an option that cannot be followed.
+        ValueError: it is empty.
+        UserError: the DataLoader has an option that cannot be followed.
     """
     if isinstance(given, Source):
         return given
     source = Source(given, collate_fn)
     if isinstance(given, DataLoader):
         for problem in _problems(given, collate_fn, minibatch_size):
-            raise ValueError(f"{name} is a DataLoader {problem}")
+            raise UserError(f"{name} is a DataLoader {problem}")
         source = _of_loader(given, collate_fn)
     _check_dataset(name, source)
     return source
@@ -182,7 +184,8 @@ def _problems(
         )
     if loader.worker_init_fn is not None:
         yield "with worker_init_fn, which would not be called: do in the data set what it does"
-    if collate_fn is not None and loader.collate_fn not in (default_collate, collate_fn):
+    trains = minibatch_size is not None  # what is held out may be collated in a way of its own
+    if trains and collate_fn is not None and loader.collate_fn not in (default_collate, collate_fn):
         yield "with a collate_fn of its own, and the Trainer has another: give one of them"
     context = loader.multiprocessing_context
     if context is not None and context.get_start_method() != "fork":
@@ -213,6 +216,17 @@ def _check_dataset(name: str, source: Source) -> None:
         )
     if not source.is_iterable and not len(dataset):
         raise ValueError(f"{name} must hold at least one sample, got none")
+
+
+def _index(given: Any) -> int:
+    """Return what a sampler gives as an index."""
+    try:
+        return index(given)
+    except TypeError:
+        raise UserError(
+            f"a sampler must give indices of samples, integers, got {shown(given)}: what else a sample "
+            "depends on is for the data set to draw"
+        ) from None
 
 
 def _is_read_once(dataset: Any) -> bool:

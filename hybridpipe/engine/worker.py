@@ -104,6 +104,9 @@ class Worker:
             return Executor(plan, None, self.lanes, [], [], None, Update(None))
         held = plan.held_stages(place)
         stages = [self._build_stage(s, loss, seed) for s in held]
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        names |= {p: key for stage in stages for p, key in stage.layers.parameters().items()}
+        rule = rule.naming(names)
         groups = self._groups_that_share(stages)
         with_others = replicas, self.transport, self.device, rule.compression, groups
         made = replication(plan, place, stages, *with_others)

@@ -109,6 +109,8 @@ def end_job_for(error: BaseException) -> None:
 def _excepthook(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     found = (error or kind()).with_traceback(trace)
     if MPI.COMM_WORLD.size > 1:
+        if isinstance(found, UserError) and found.exit_code == 2:
+            refuse(found)  # a mistake in a script is told as one in a config
         _abort(found)
     if not isinstance(found, KeyboardInterrupt):
         _tell(found)

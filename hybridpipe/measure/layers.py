@@ -35,6 +35,7 @@ from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import Tree, map_tensors, norms
 from hybridpipe.optim.fused import fused
+from hybridpipe.optim.update import with_names
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 from hybridpipe.stage.recompute import copied
 from hybridpipe.stage.stage import Stage
@@ -469,7 +470,7 @@ def _measure_updates(
             gradients[i] = [p.grad for p in parameters if p.grad is not None]
             for gradient in gradients[i]:
                 gradient.zero_()  # a step with zero gradients takes as long and leaves the copy usable
-            optimizers[i] = optimizer(parameters)
+            optimizers[i] = with_names(optimizer, stage.layers.parameters())(parameters)
 
     def steps() -> dict[int, Took]:
         took = {}
@@ -485,14 +486,9 @@ def _measure_updates(
         return watch.read(took)
 
     updates = _typical([steps], agree)[0] if optimizers else {}
-    state_bytes = total_bytes(
-        value
-        for over_layer in optimizers.values()
-        for state in over_layer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.numel() > 1
-    )
-    return updates, state_bytes
+    states = (state.values() for over_layer in optimizers.values() for state in over_layer.state.values())
+    kept = (value for value in chain(*states) if isinstance(value, Tensor) and value.numel() > 1)
+    return updates, total_bytes(kept)
 
 
 def _dtype(stages: list[Stage], inputs: Tree) -> str:

@@ -38,6 +38,7 @@ TENSORWISE = (
     torch.optim.SparseAdam,
     *(vars(torch.optim)[name] for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)),
 )
+STANDS_FOR = "stands_for"  # attribute of a parameter: the one on the meta device
 NUM_STEPS = 24
 LARGEST, MOST = 2**18, 2**20  # elements of a parameter, and of all: those of this rank, and again of others
 TOLERANCE = 1e-3  # of an update, beside rounding; LAMB's differ by half
@@ -85,6 +86,8 @@ def why_not_apart(
     hollow = [p for p in everything if p.is_meta]
     blank = (torch.empty((), dtype=p.dtype).expand(p.shape) for p in hollow)
     stand = {p: nn.Parameter(each, p.requires_grad) for p, each in zip(hollow, blank)}
+    for p, other in stand.items():
+        vars(other)[STANDS_FOR] = p  # so that it has a name
     everything, own, sparse = ([stand.get(p, p) for p in each] for each in (everything, own, sparse))
     optimizer = make(own)
     if optimizer is None or not any(group["params"] for group in optimizer.param_groups):

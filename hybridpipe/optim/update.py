@@ -8,9 +8,9 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.optim.shards import Shards, take_over
-from hybridpipe.optim.trial import why_not_apart
+from hybridpipe.optim.trial import STANDS_FOR, why_not_apart
 from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive
 from hybridpipe.planning.cluster import NO_COMPRESSION, check_compression
 from hybridpipe.planning.plan import Plan
@@ -106,6 +106,14 @@ class UpdateRule:
                 f"every stage, which the rule divides by 1, got {self.delay_warm_up}"
             )
 
+    def naming(self, names: Mapping[Tensor, str]) -> "UpdateRule":
+        """Return the rule whose optimizer is given the names of its parameters, if it asks for them.
+
+        Args:
+            names: the key in the model of each parameter.
+        """
+        return replace(self, optimizer=with_names(self.optimizer, names))
+
     def try_out(self, parameters: Sequence[Tensor]) -> None:
         """Check that `build` would accept the optimizer and the scheduler.
 
@@ -145,8 +153,9 @@ class UpdateRule:
         """Return why the optimizer cannot update halves of the model's parameters; None if it can."""
         parameters: list[Tensor] = list(model.parameters())
         sparse = sparse_parameters(model)
+        rule = self.naming({p: name for name, p in model.named_parameters()})
         halves = {p: range(p.numel() // 2, p.numel()) for p in parameters if p.ndim and p not in sparse}
-        return why_not_apart(self._optimizer, parameters, parameters, halves, sparse) if halves else None
+        return why_not_apart(rule._optimizer, parameters, parameters, halves, sparse) if halves else None
 
     def build(
         self,
@@ -209,6 +218,28 @@ class UpdateRule:
             raise
         _check_step("optimizer", optimizer, "the pipeline computes the loss once for each minibatch")
         return optimizer
+
+
+def with_names(factory: OptimizerFactory, names: Mapping[Tensor, str]) -> OptimizerFactory:
+    """Return a factory that is called with parameters, of one that may ask for `named_parameters`.
+
+    As torch's optimizers do, such a one takes pairs (name, parameter). The names that they keep are dropped:
+    a stage's groups would differ from another plan's by them alone.
+    """
+    try:
+        asks = "named_parameters" in inspect.signature(factory).parameters
+    except ValueError:  # some built-in callables have no signature
+        asks = False
+    if not asks:
+        return factory
+
+    def named(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        optimizer = factory([(names[getattr(p, STANDS_FOR, p)], p) for p in parameters])
+        for group in optimizer.param_groups:
+            group.pop("param_names", None)
+        return optimizer
+
+    return named
 
 
 class Given(NamedTuple):

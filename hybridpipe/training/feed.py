@@ -20,6 +20,7 @@ from hybridpipe.data.source import Collate, Source, source_of
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine import consistency
 from hybridpipe.engine.worker import Worker
+from hybridpipe.errors import UserError
 from hybridpipe.training.train_state import EpochProgress, TrainState
 
 
@@ -61,7 +62,7 @@ class Feed:
         """
         source = self._source(name, dataset, None)
         if source.drop_last:
-            raise ValueError(
+            raise UserError(
                 f"{name} is a DataLoader with drop_last, which would leave samples out of the figures: leave "
                 "drop_last out"
             )
@@ -87,6 +88,10 @@ class Feed:
     def first(self, source: Source, microbatch_size: int) -> Minibatch:
         """Return the first minibatch of the data set's own order, the same on every rank."""
         return first_minibatch(source, self._minibatch_size, microbatch_size, self._seed)
+
+    def first_samples(self, source: Source, count: int) -> Minibatch:
+        """Return the first `count` samples of the data set's own order as one microbatch."""
+        return first_minibatch(source, count, count, self._seed)
 
     def epoch(
         self, worker: Worker, source: Source, microbatch_size: int, shuffle: bool, state: TrainState

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridpipe.collectives.backends import Usable, suited, usable
 from hybridpipe.comm.gpus import own_device, tell_shared_gpus
@@ -364,7 +364,8 @@ class PlanMaker:
         copy = layers.copied()
         if self.numbers is not None:
             self.numbers.fill_for_measuring(copy.model)
-        self._rule.try_out([p for p in copy.model.parameters() if p.requires_grad][:1])
+        names: dict[Tensor, str] = {p: name for name, p in copy.model.named_parameters()}
+        self._rule.naming(names).try_out([p for p in names if p.requires_grad][:1])
         if self._device.type == "cpu":
             self._suit_allocator(copy.model)
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)

@@ -1,9 +1,10 @@
 """Prediction: the model's outputs for a data set, in its order, on rank 0.
 
-Not known here: losses and metrics. Invariant: outputs are those that an evaluation sees.
+Not known here: losses and metrics. Invariant: outputs are those that an evaluation sees; none is left out,
+and none is joined with another along anything but the samples.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,39 +12,43 @@ from torch.utils import _pytree as pytree
 
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine.worker import Worker
-from hybridpipe.errors import UserError
-from hybridpipe.health import failure
 from hybridpipe.model.tensors import Tree, map_tensors
 
 
-def predict(worker: Worker, batches: Iterable[Minibatch]) -> Tree | None:
-    """Return the outputs for all minibatches on rank 0, None elsewhere. Collective.
+def predict(
+    worker: Worker, batches: Iterable[Minibatch], first_samples: Callable[[int], Minibatch]
+) -> Tree | None:
+    """Return the outputs for all minibatches on rank 0 (`joined`), None elsewhere. Collective.
 
     It is called inside `worker.evaluating()`.
 
-    Raises:
-        UserError: outputs of microbatches differ in shape beyond the samples; it ends the job.
+    Args:
+        first_samples: returns so many of the data set as one microbatch.
     """
     worker.average_statistics()
-    last, parts = worker.plan.num_stages - 1, list[Tree]()
+    parts, sizes = list[Tree](), list[int]()
     for number, minibatch in enumerate(batches):
-        outputs = _Outputs()
-        worker.infer(minibatch, outputs, width=0, number=number).wait()
-        of_ranks = worker.control.gather(outputs.of_microbatches)
-        if of_ranks is not None:
-            ahead = list(map(iter, of_ranks))
-            parts += [next(ahead[worker.plan.rank_of(last, m)]) for m in range(len(minibatch.sizes))]
-    if worker.control.rank:
-        return None
-    try:
-        return joined(parts)
-    except UserError as error:  # the other ranks do not see it
-        if worker.control.size > 1:
-            failure.refuse(error)
-        raise
+        parts += _outputs(worker, minibatch, number)
+        sizes += minibatch.sizes
+    count = len(sizes)
+    if worker.control.bcast(worker.control.rank == 0 and is_unclear(parts, sizes)):
+        sizes.append(sizes[0] + 1)  # two microbatches have as many
+        parts += _outputs(worker, first_samples(sizes[-1]), number=0)
+    return None if worker.control.rank else joined(parts, sizes, count)
 
 
-class _Outputs:
+def _outputs(worker: Worker, minibatch: Minibatch, number: int) -> list[Tree]:
+    """Return the outputs of a minibatch's microbatches on rank 0, none elsewhere. Collective."""
+    kept, last = _Kept(), worker.plan.num_stages - 1
+    worker.infer(minibatch, kept, width=0, number=number).wait()
+    of_ranks = worker.control.gather(kept.of_microbatches)
+    if of_ranks is None:
+        return []
+    ahead = list(map(iter, of_ranks))
+    return [next(ahead[worker.plan.rank_of(last, m)]) for m in range(len(minibatch.sizes))]
+
+
+class _Kept:
     """Keeps the outputs of the microbatches of this rank, in their order, in the host's memory."""
 
     def __init__(self) -> None:
@@ -55,31 +60,59 @@ class _Outputs:
         return []
 
 
-def joined(parts: Sequence[Tree]) -> Tree:
-    """Return trees of microbatches as one, of tensors with all samples; what is no tensor is the first one's.
+def is_unclear(parts: Sequence[Tree], sizes: Sequence[int]) -> bool:
+    """Return True if a tensor may have as many rows as each microbatch has samples, by chance.
 
-    Numbers of a microbatch, tensors without dimensions, are stacked.
+    Such are a recurrent state of as many layers, whose samples are in another dimension, and a matrix that
+    is the same for all samples. A microbatch of another size tells.
+    """
+    if len(sizes) < 2 or len(set(sizes)) > 1:
+        return False
+    leaves = zip(*map(pytree.tree_leaves, parts), strict=False)  # trees that differ are not joined
+    return any(
+        isinstance(first, Tensor)
+        and first.shape[:1] == (sizes[0],)
+        and (sizes[0] in first.shape[1:] or all(_equal(first, other) for other in others))
+        for first, *others in leaves
+    )
 
-    Raises:
-        UserError: tensors differ in shape beyond the first dimension, or trees in what they hold.
+
+def joined(parts: Sequence[Tree], sizes: Sequence[int], count: int | None = None) -> Tree:
+    """Return the outputs of microbatches as one tree, or as a list of trees where these differ in form.
+
+    A tensor with the samples in its first dimension becomes one tensor, or a list by sample where samples
+    differ in shape. Numbers of a microbatch, tensors without dimensions, are stacked. Anything else is a list
+    by microbatch, unless it is a plain value that is always the same.
+
+    Args:
+        sizes: of the microbatches, in samples.
+        count: of the microbatches that are returned; later ones only tell which dimension has the samples.
     """
     leaves, specs = zip(*map(pytree.tree_flatten, parts), strict=True)
     if any(spec != specs[0] for spec in specs):
-        raise UserError("the model must return for each microbatch what it returns for the first one")
-    return pytree.tree_unflatten(list(map(_one, zip(*leaves, strict=True))), specs[0])
+        return list(parts[:count])
+    by_leaf = zip(*leaves, strict=True)
+    return pytree.tree_unflatten([_one(each, sizes, count) for each in by_leaf], specs[0])
 
 
-def _one(leaves: Sequence[object]) -> object:
+def _one(leaves: Sequence[object], sizes: Sequence[int], count: int | None) -> object:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if len(tensors) < len(leaves):
-        return leaves[0]
-    if not tensors[0].dim():
-        return torch.stack(tensors)
-    shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
-    if len(shapes) > 1:
-        found = " and ".join(map(str, sorted(shapes)[:2]))
-        raise UserError(
-            f"outputs of a sample must have one shape in all microbatches, got {found}: pad all samples to "
-            "one length in collate_fn"
-        )
-    return torch.cat(tensors)
+        same = all(_equal(leaves[0], leaf) for leaf in leaves[:count])
+        return leaves[0] if same else list(leaves[:count])
+    found = tensors[:count]
+    if not any(tensor.dim() for tensor in tensors):
+        return torch.stack(found)
+    if any(tensor.shape[:1] != (size,) for tensor, size in zip(tensors, sizes, strict=True)):
+        return found
+    if len({tensor.shape[1:] for tensor in found}) > 1:
+        return [sample for tensor in found for sample in tensor]
+    return torch.cat(found)
+
+
+def _equal(one: object, other: object) -> bool:
+    """Return True for the same object, equal tensors, and equal plain values."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    is_plain = isinstance(one, bool | int | float | str)
+    return one is other or (is_plain and type(one) is type(other) and one == other)

@@ -18,11 +18,13 @@ from torch import nn
 
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.data.samples import plain
 from hybridpipe.data.source import Collate, Source
 from hybridpipe.data.stream import Minibatch, slice_minibatch
 from hybridpipe.engine import consistency
 from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.engine.worker import Worker
+from hybridpipe.errors import suggesting
 from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
 from hybridpipe.model import structure
@@ -52,6 +54,7 @@ from hybridpipe.training.view import TrainerView
 from hybridpipe.types import Loss, OptimizerFactory
 
 
+@suggesting
 class Trainer(TrainerView):
     """Trains `model` in place: each rank trains the layers of its own stage. Every method is collective.
 
@@ -63,7 +66,8 @@ class Trainer(TrainerView):
             the meta device, or as a function that makes it, each rank makes only what its stage holds.
         loss: a function `loss(outputs, targets)` that returns the mean over the samples, or (sum, weight),
             such as the sum over the tokens and their number, for a mean over the whole minibatch.
-        optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`.
+        optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`; with
+            pairs (name, parameter), if its argument is called `named_parameters`.
         plan: a `Plan`, the path of a plan.json, or a name. "auto" measures model and machines and searches;
             "dp" is data parallelism on all ranks; "straight" is a pipeline with one rank a stage.
         cluster: a `Cluster` or the path of a cluster.json of as many ranks, instead of a measurement.
@@ -183,8 +187,7 @@ class Trainer(TrainerView):
 
     def _begin_state(self) -> None:
         """Set the state of a training that has not begun."""
-        self._updates = True
-        self._fitting = None
+        self._updates, self._fitting = True, None
         self.choice: Choice | None = None
         self._worker, self._continues_plan = None, False
         self.state, self.recorder = TrainState(), Recorder()
@@ -204,7 +207,7 @@ class Trainer(TrainerView):
         Raises:
             ValueError: the schedule is asynchronous, and needs the next minibatch before this one ends.
         """
-        began = time.perf_counter()
+        began, inputs, targets = time.perf_counter(), plain(inputs), plain(targets)
         self._check_now("train_step")
         valid.check_flushes(self._maker.schedule)
         consistency.check_same_minibatch(self.world, inputs, targets)
@@ -317,12 +320,10 @@ class Trainer(TrainerView):
                 valid.warn_if_in_evaluation_mode(self.model)
             self.worker.zero_grad()
             noting = [] if on_minibatch is None else [OnMinibatch(on_minibatch)]
-            steps = self.state.last_step(
-                epochs, dataset.num_samples(self.minibatch_size), self.minibatch_size, max_steps
-            )
-            callbacks = CallbackList(
-                [*self._callbacks, *noting, self._console], Run(self, self._save, epochs, steps)
-            )
+            samples = dataset.num_samples(self.minibatch_size)
+            steps = self.state.last_step(epochs, samples, self.minibatch_size, max_steps)
+            run = Run(self, self._save, epochs, steps)
+            callbacks = CallbackList([*self._callbacks, *noting, self._console], run)
             keeper = self._checkpoints.begin_fit(self.worker, checkpoint, self.microbatch_size, callbacks)
             trained = self.worker, self.state, self.recorder, keeper, self.minibatch_size
             loaded = self.worker, dataset, self.microbatch_size, shuffle, self.state
@@ -411,17 +412,17 @@ class Trainer(TrainerView):
         """Outputs of the model in evaluation mode, for all samples in their order; on rank 0, else None.
 
         Returns:
-            what the model returns, of tensors in the host's memory with all samples in their first dimension.
+            what the model returns for all of them, with tensors in the host's memory (`prediction.joined`).
 
         Raises:
             RuntimeError: minibatches of an asynchronous schedule are under way.
-            UserError: outputs of microbatches differ in shape beyond the samples; it ends the job.
         """
         self._check_now("predict")
         source = self._feed.held_out_set("dataset", dataset)
         self._make_ready(source)
         with self.worker.evaluating():
-            return predict(self.worker, self._feed.evaluation(self.worker, source, self.microbatch_size))
+            batches = self._feed.evaluation(self.worker, source, self.microbatch_size)
+            return predict(self.worker, batches, partial(self._feed.first_samples, source))
 
     def _evaluate(self, source: Source, may_stop: bool = False) -> dict[str, float] | None:
         """Evaluate; with `may_stop`, return None on all ranks once one was asked to stop."""

@@ -53,6 +53,35 @@ def test_one_machine_becomes_four_with_a_network_between_them(arguments, tmp_pat
     assert where == f"timeline: {picture}" and picture.read_text().startswith("<svg")
 
 
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--minibatch", "8"], "^hybridpipe simulate: .* arguments: --minibatch 8 .*simulate --help"),
+        (["--bandwith=1GB"], r"did you mean '--bandwidth'\?"),
+        (["more"], r"unrecognized arguments: more; see hybridpipe simulate --help"),
+    ],
+)
+def test_an_unknown_option_points_to_the_commands_own(arguments, capsys, words, told):
+    """It pointed to `hybridpipe --help`, which has no options of a command."""
+    with pytest.raises(SystemExit) as left:
+        main([*arguments, *words])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and re.search(told, line)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["simulat"], r"invalid choice: 'simulat' \(did you mean 'simulate'\?"),
+        (["plan", "--schedule", "1fb1"], r"'1fb1' \(did you mean '1f1b'"),
+    ],
+)
+def test_of_an_unknown_word_is_told_what_was_meant(capsys, words, told):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert re.search(told, capsys.readouterr().err)
+
+
 def test_without_its_bandwidth_there_is_no_network(arguments, capsys):
     assert main([*arguments, "--ranks", "16"]) == 2
     assert "a second needs a network: give its bandwidth" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """What a data set or a DataLoader says, and what of it is refused."""
 
 import random
+import re
 from itertools import count as counted
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hybridpipe.data.samples import fingerprint
 from hybridpipe.data.source import source_of
+from hybridpipe.errors import UserError
 
 NUMBERS = TensorDataset(torch.arange(80.0).view(20, 4), torch.arange(20))
 
@@ -197,6 +199,19 @@ def test_a_sampler_that_draws_from_its_own_generator_is_refused():
         fingerprint("dataset", source_of("dataset", loader(sampler=own)), seed=0)
 
 
+@pytest.mark.parametrize("given", [(0, 3), [1, 2], "a", 1.5])
+def test_a_sampler_that_gives_no_indices_is_refused(given):
+    """It ended in int() of a tuple."""
+    source = source_of("dataset", loader(sampler=[0, given]))
+    told = f"must give indices of samples, integers, got {re.escape(repr(given))}"
+    with pytest.raises(UserError, match=told):
+        fingerprint("dataset", source, seed=0)
+
+
+def test_a_loader_of_held_out_data_may_collate_in_its_own_way():
+    assert source_of("validation", loader(collate_fn=list), collate_fn=tuple).collate_fn is list
+
+
 @pytest.mark.parametrize(
     "given, told",
     [
@@ -220,7 +235,7 @@ def test_a_sampler_that_draws_from_its_own_generator_is_refused():
     ],
 )
 def test_what_cannot_be_followed_is_refused(given, told):
-    with pytest.raises(ValueError, match=f"^dataset is a DataLoader {told}"):
+    with pytest.raises(UserError, match=f"^dataset is a DataLoader {told}"):
         source_of("dataset", given, collate_fn=tuple, minibatch_size=8)
 
 

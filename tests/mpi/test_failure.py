@@ -59,6 +59,14 @@ def test_a_mistake_on_all_ranks_is_told_once(job):
     assert "plan needs 2 + 2 = 4 ranks, got 3" in done.stdout
 
 
+def test_a_mistake_in_a_data_loader_is_one_line(job):
+    """It was a traceback with exit code 1, so the job was started again."""
+    done = job(2, "failing.py", "loader", "1-1", "0", fails=True)
+    (line,) = (each for each in done.stdout.splitlines() if "DataLoader" in each)
+    assert "hybridpipe: dataset is a DataLoader with batch_size = 4, and minibatch_size = 12: make" in line
+    assert done.returncode == 2 and "Traceback" not in done.stdout
+
+
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 @pytest.mark.parametrize("way", ["raise", "one", "exit"])
 def test_fit_left_in_the_middle_of_an_asynchronous_epoch_ends_the_job(job, schedule, way):

@@ -109,6 +109,33 @@ def test_a_plan_by_name_measures_the_layers_of_the_record(make_trainer, quick, p
     assert trainer.plan.num_layers == 4
 
 
+class Own(torch.optim.SGD):
+    """An optimizer that `zero` does not know, and tries."""
+
+
+def test_an_optimizer_factory_is_given_names_wherever_it_is_called(make_trainer, quick):
+    """It is called for the trial, for each layer that is measured, and for the stage; one weight is tied."""
+    model, seen = texts(), []
+
+    def by_name(named_parameters):
+        seen.append([name for name, _ in named_parameters])
+        groups = {0.1: [], 0.0: []}
+        for name, parameter in named_parameters:
+            groups[0.0 if name.startswith("norm.") else 0.1].append(parameter)
+        return Own([{"params": each, "weight_decay": decay} for decay, each in groups.items()], lr=0.1)
+
+    expected, inputs = copy.deepcopy(model), batch(8)
+    given = {"plan": "auto", "zero": "auto", "minibatch_size": 8, "microbatch_size": 8}
+    make_trainer(model, loss=own_loss, optimizer=by_name, **given).train_step(inputs, inputs)
+    names = [name for name, _ in expected.named_parameters()]
+    assert seen[-1] == names and ["norm.weight", "norm.bias"] in seen
+    assert {name for each in seen for name in each} == {*names}
+    update = by_name([*expected.named_parameters()])
+    expected(**inputs)["loss"].backward()
+    update.step()
+    assert_same_weights(model, expected)
+
+
 def test_inputs_by_position(make_trainer):
     model = nn.Bilinear(3, 2, 4).double()
     expected = copy.deepcopy(model)

@@ -1,5 +1,7 @@
 """Data sets of dicts, DataLoaders and data sets that are iterated, under a trainer."""
 
+from collections import UserDict
+
 import pytest
 import torch
 from torch import nn
@@ -93,6 +95,16 @@ def test_a_collate_fn_pads_each_microbatch_for_itself(make_texts):
     assert lengths == [padded(data[i : i + 2])["input_ids"].shape[1] for i in range(0, 8, 2)]
     with pytest.raises(TypeError, match="collate_fn must be a function of a list of samples, got 3"):
         make_texts(collate_fn=3)
+
+
+def test_a_step_takes_the_batches_that_fit_takes(make_texts):
+    """A tokenizer of transformers returns a UserDict, which only a data set could hold."""
+    plain, wrapped = make_texts(), make_texts()
+    whole_set = batch(8)
+    loss = plain.train_step(whole_set, whole_set)
+    assert wrapped.train_step(UserDict(whole_set), UserDict(whole_set)) == loss
+    nested = wrapped.train_step(UserDict(whole_set), (UserDict(labels=UserDict(whole_set)), None))
+    assert nested == plain.train_step(whole_set, whole_set)
 
 
 class Stream(IterableDataset):

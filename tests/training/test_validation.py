@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hybridpipe import Plan, StageSpec
+from hybridpipe import Checkpointing, Plan, StageSpec
+from hybridpipe.callbacks import EarlyStopping
 from hybridpipe.errors import UserError
 
 cross_entropy = nn.functional.cross_entropy
@@ -77,6 +78,8 @@ CENTRES = Centres()
         ({"plan": None}, TypeError, "plan must be a Plan, a path or one of auto, dp, straight, got None"),
         ({"device": "tpu"}, ValueError, "device must be 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
         ({"device": "cuda:99"}, ValueError, "got 'cuda:99': "),
+        ({"batch_size": 8}, TypeError, r"got .* 'batch_size' \(did you mean 'minibatch_size' or 'micro"),
+        ({"scheduler": None}, TypeError, "did you mean 'schedule' or 'lr_scheduler'"),
         ({"minibatch_size": 8.0}, ValueError, "minibatch_size must be an integer >= 1, got 8.0"),
         ({"microbatch_size": 16}, ValueError, "microbatch_size must be <= minibatch_size = 8, got 16"),
         ({"seed": 1.5}, ValueError, "seed must be a 64-bit integer, got 1.5"),
@@ -87,6 +90,18 @@ def test_a_mistake_in_an_argument_is_told(make, options, error, told):
     with pytest.raises(error, match=told) as caught:
         make(**options)
     assert "\n" not in str(caught.value)
+
+
+def test_of_an_unknown_argument_is_told_what_was_meant(make):
+    told = r"^Trainer.fit\(\) got an unexpected keyword argument 'epoch' \(did you mean 'epochs'\?.*\)$"
+    with pytest.raises(TypeError, match=told):
+        make().fit(data(), epoch=3)
+    with pytest.raises(TypeError, match=r"^StageSpec\(\) got .* \(did you mean 'replicas'"):
+        StageSpec(0, 3, replica=2)
+    with pytest.raises(TypeError, match=r"^Checkpointing\(\) got .* \(did you mean 'folder'"):
+        Checkpointing(folders="here")
+    with pytest.raises(TypeError, match=r"^EarlyStopping\(\) got .* \(did you mean 'patience'"):
+        EarlyStopping(patients=3)
 
 
 def test_a_loss_that_closes_over_parameters_is_refused(make):

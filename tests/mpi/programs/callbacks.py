@@ -24,11 +24,11 @@ HELD_OUT = torch.utils.data.TensorDataset(torch.randn(12, 4).double(), torch.ran
 LOSS, ADAM = nn.functional.cross_entropy, partial(torch.optim.Adam, lr=0.01)
 
 
-def make(schedule="1f1b", zero=0, **options):
+def make(schedule="1f1b", zero=0, model=MODEL, **options):
     count = 1 if schedule == "pipedream" else 3
     stages = StageSpec(0, 3, 2, zero=zero), StageSpec(3, 5)
     given = {"loss": LOSS, "optimizer": ADAM, "minibatch_size": 12, "plan": Plan(stages, schedule, count)}
-    return Trainer(copy.deepcopy(MODEL), **(given | options))
+    return Trainer(copy.deepcopy(model), **(given | options))
 
 
 class OneWants(Callback):
@@ -69,13 +69,14 @@ def one_rank_ends_it(schedule, last):
 
 def breaks():
     told = Told()
-    best, log = BestCheckpoint(folder / "best"), CSVLogger(folder / "log.csv")
+    best, log = BestCheckpoint(folder / "best", restore=True), CSVLogger(folder / "log.csv")
     trainer = make(callbacks=[told, best, log, EarlyStopping(patience=99)])
     trainer.fit(SAMPLES, max_steps=7, validation=HELD_OUT, eval_every=3)
     alike(trainer, (trainer.step, told.said, best.best.value))
     evaluated = [each for each in told.said if isinstance(each, dict)]
     assert trainer.step == 7 and len(evaluated) == 3  # at 3, 4 and 6
     assert best.best.value == min(each["loss"] for each in evaluated)
+    assert trainer.evaluate(HELD_OUT)["loss"] == best.best.value and trainer.step == 7
     trainer.close()
     again = make()
     again.resume(folder / "best")
@@ -116,6 +117,63 @@ def predictions():
     trainer.close()
 
 
+class Stacked(nn.Module):
+    """As many layers of state as a microbatch has samples."""
+
+    def forward(self, x):
+        return x, torch.stack([x] * 4)
+
+
+def lists():
+    """Lengths that differ, and a state whose samples are not in its first dimension."""
+    words = [torch.randn(1 + i % 5, 4).double() for i in range(24)]
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    stages = StageSpec(0, 3), StageSpec(3, 6, 2)
+    trainer = make(
+        model=nn.Sequential(*copy.deepcopy(MODEL), Stacked()),
+        plan=Plan(stages, num_microbatches=3),
+        loss=lambda outputs, targets: LOSS(outputs[0], targets),
+        collate_fn=lambda samples: (pad([each for each, _ in samples]), torch.zeros(len(samples))),
+    )
+    found = trainer.predict([(each, 0) for each in words])
+    if trainer.world.rank == 0:
+        outputs, states = found
+        assert [len(each) for each in outputs[:8]] == [4] * 4 + [5] * 4 and len(states) == 6
+        for i, (output, each) in enumerate(zip(outputs, words, strict=True)):
+            torch.testing.assert_close(output[: len(each)], MODEL(each), rtol=0, atol=1e-12)
+            torch.testing.assert_close(states[i // 4][0, i % 4], output, rtol=0, atol=0)
+    trainer.close()
+
+
+def by_name(named_parameters):
+    """AdamW of torch's own form for names, without decay of biases."""
+    groups = {0.1: [], 0.0: []}
+    for name, parameter in named_parameters:
+        assert parameter.shape == dict(MODEL.named_parameters())[name].shape
+        groups[0.0 if name.endswith("bias") else 0.1].append((name, parameter))
+    made = [{"params": named, "weight_decay": decay} for decay, named in groups.items()]
+    return torch.optim.AdamW(made, lr=0.01)
+
+
+def names():
+    """Parameters are told apart by name under any plan, and a training goes on under another one."""
+    reference = copy.deepcopy(MODEL)
+    update = by_name(reference.named_parameters())
+    for start in [*range(0, 48, 12)] * 2:
+        inputs, targets = SAMPLES[start : start + 12]
+        update.zero_grad()
+        LOSS(reference(inputs), targets).backward()
+        update.step()
+    for stages in ((StageSpec(0, 3, 2), StageSpec(3, 5)), (StageSpec(0, 5, 3, zero=1),)):
+        trainer = make(plan=Plan(stages, num_microbatches=3), optimizer=by_name)
+        trainer.resume(folder / "names", or_anew=True)
+        trainer.fit(SAMPLES, shuffle=False, checkpoint=Checkpointing(folder / "names"))
+        state = trainer.full_state_dict()
+        trainer.close()
+    for key, tensor in reference.state_dict().items() if state else ():
+        torch.testing.assert_close(state[key], tensor, rtol=0, atol=1e-12)
+
+
 def without_room():
     """Rank 1 has no room for a copy of its state: all ranks wait, and what is saved is the same."""
     states = []
@@ -138,5 +196,7 @@ one_rank_ends_it("pipedream", 8)  # with the epoch
 breaks()
 averages()
 predictions()
+lists()
+names()
 without_room()
 print("callbacks: alike", flush=True)

@@ -59,6 +59,8 @@ trainer = Trainer(
     plan=Plan(tuple(stages), num_microbatches=6),
     minibatch_size=12,
 )
+if kind == "loader":
+    trainer.fit(torch.utils.data.DataLoader([(torch.ones(4), torch.ones(4))] * 12, batch_size=4))
 for step in range(4):
     if kind == "exit-outside" and step == 2 and MPI.COMM_WORLD.rank == failing_rank:
         sys.exit(3)
