@@ -145,6 +145,13 @@ class Record:
             [*map(describe, self.inputs)],
         )
 
+    @property
+    def writes(self) -> str:
+        """The first write to a parameter that is trained, in words; "" if there is none."""
+        for weight, line in self.overwritten.items() if self.base.grad else ():
+            return f"{line}: writes to {weight}, whose numbers the microbatches before still need"
+        return ""
+
     @cached_property
     def written_weights(self) -> dict[Weight, list[int]]:
         """Events that use a parameter or buffer to which one of them writes."""
@@ -279,10 +286,7 @@ class Record:
             if users[0] < cut <= users[-1]:
                 line = self.events[next(user for user in users if user >= cut)].where
                 return f"{line}: {weight} is written to, and used on both sides"
-        if self.overwritten and self.base.grad:
-            weight, line = next(iter(self.overwritten.items()))
-            return f"{line}: writes to {weight}, whose numbers the microbatches before still need"
-        return self._divides_region(cut)
+        return self.writes or self._divides_region(cut)
 
     def _divides_region(self, cut: int) -> str | None:
         """Return the reason if the cut divides a checkpoint that writes behind it to what was made before it.

@@ -4,7 +4,7 @@ Knows names and lines only. Invariant: the line begins with that of the user's c
 remedy stands at its end, in brackets.
 """
 
-from hybridpipe.model.recording.events import Unsplittable
+from hybridpipe.model.recording.events import SetsWeights, Unsplittable
 
 PICKS = ("__getitem__", "nonzero", "masked_select", "argwhere", "unique")  # whose shapes follow from data
 
@@ -36,9 +36,9 @@ def hooked_and_opened(path: str, kind: str) -> Unsplittable:
     )
 
 
-def changes_weight(where: str, name: str) -> Unsplittable:
+def changes_weight(where: str, name: str) -> SetsWeights:
     """Return the refusal of other memory, or another flag, for a tensor of the model."""
-    return Unsplittable(f"{where}: {name}, on a parameter or buffer (write in place, as copy_ does)")
+    return SetsWeights(f"{where}: {name}, on a parameter or buffer (write in place, as copy_ does)")
 
 
 def left_earlier(where: str, taker: str, maker: str) -> Unsplittable:

@@ -94,9 +94,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _tie(self, args: Any, out: Any) -> None:
         """Note which memory is seen through a fake view of a real tensor, such as a weight."""
-        base = next(iter(tensors_in(args)))
+        base = next(iter(tensors_in(args)), None)
+        if base is None or isinstance(base, FakeTensor):
+            return
         for view in tensors_in(out):
-            if isinstance(view, FakeTensor) and not isinstance(base, FakeTensor):
+            if isinstance(view, FakeTensor):
                 self._viewed[storage_of(view)] = storage_of(base)
                 self._views.append(view)
 

@@ -1,12 +1,17 @@
 """Writes to parameters and buffers, in every way that torch offers: seen, and on one side of each cut."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+from hybridpipe.model.layers import layers_of
 from hybridpipe.model.recording import Unsplittable, record
+from hybridpipe.planning.plan import Plan, StageSpec
+from hybridpipe.stage.stage import Stage
 
-from . import models
+from . import models, refused
 from .slicing import difference, in_slices, own_forward
 from .test_mechanisms import every_cut, prepared
 
@@ -229,16 +234,36 @@ def test_new_data_are_refused_before_they_are_set(where):
         record(model, torch.randn(8, 20, dtype=torch.float64), training=True)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name][0]) and tensor.data_ptr() == before[name][1]
+    inputs = torch.randn(8, 20, dtype=torch.float64)
+    expected, layers = copy.deepcopy(model)(inputs), layers_of(model, inputs)
+    stage = Stage(layers.stage(0, layers.num_layers), torch.device("cpu"))
+    assert layers.num_layers == 1 and torch.equal(stage.infer(0, inputs, 0), expected)
 
 
 def test_memory_that_a_forward_exchanges_unseen_is_put_back():
     class Swaps(Written):
         def write(self, x):
-            self.head.weight.requires_grad_  # noqa: B018
             torch._C._swap_tensor_impl(self.shift, self.shift.clone())
 
     model = Swaps().double()
     before = model.shift.clone()
-    with pytest.raises(Unsplittable):
+    with pytest.raises(
+        Unsplittable, match=r"^the end of the forward: set_ or swap_tensors of shift, on a param"
+    ):
         record(model, torch.randn(8, 20, dtype=torch.float64), training=True)
     assert torch.equal(model.shift, before)
+
+
+@pytest.mark.parametrize("kind", [models.ClampsParameter, refused.SetsData])
+def test_a_forward_that_writes_to_parameters_runs_in_the_order_of_one_process_only(kind):
+    """Under gpipe all forwards wrote first; zero-bubble and recompute lost a write, or made it twice."""
+    layers = layers_of(kind().double(), torch.randn(8, 20, dtype=torch.float64))
+    layers.check_plan(Plan((StageSpec(0, 1),)))
+    told = r"(refused|models)\.py:\d+: .*only schedule = '1f1b' without recompute trains it right, got "
+    for plan, got in [
+        (Plan((StageSpec(0, 1),), schedule="gpipe"), "gpipe"),
+        (Plan((StageSpec(0, 1),), schedule="zero-bubble"), "zero-bubble"),
+        (Plan((StageSpec(0, 1),), recompute=True), "recompute"),
+    ]:
+        with pytest.raises(ValueError, match=f"^{told}{got}$"):
+            layers.check_plan(plan)
