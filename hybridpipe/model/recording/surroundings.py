@@ -1,7 +1,7 @@
 """Surroundings: what a forward can reach and change beside numbers: attributes, objects, containers, globals.
 
 Knows modules, functions and plain Python, no events. Code of installed packages is not looked through.
-Invariant: `restore` brings contents back, objects stay the same ones, and what is unchanged is not touched.
+Invariant: `restore` keeps objects, brings modules' attributes back, and leaves no new tensor anywhere.
 """
 
 import sys
@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+
+from hybridpipe.model.tensors import tensors_in
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), Tensor, np.ndarray, ModuleType)
 CONTAINERS = (dict, list, set, deque)
@@ -29,13 +31,21 @@ class Surroundings:
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
+        roots = list(roots)
         self._kept = [(each, _contents(each)) for each in _reached(roots)]
+        modules = (each for root in roots if isinstance(root, nn.Module) for each in root.modules())
+        held = (each for module in modules for each in (vars(module), *vars(module).values()))
+        self._own = {id(each) for each in held if isinstance(each, CONTAINERS)}
 
     def restore(self) -> None:
-        """Bring the contents back; a cache of a function's results that has grown is emptied."""
+        """Bring contents back; what is not a module's own keeps numbers and texts, but no tensor.
+
+        A cache of a function's results that has grown is emptied.
+        """
         for each, before in self._kept:
             now = _contents(each)
-            if _same(now, before):
+            kept = id(each) not in self._own and not isinstance(each, _lru_cache_wrapper)
+            if _same(now, before) or (kept and not tensors_in(now)):
                 continue
             if isinstance(each, CONTAINERS):
                 each.clear()

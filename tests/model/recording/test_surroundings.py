@@ -10,6 +10,7 @@ from torch import nn
 from hybridpipe.model.recording.surroundings import Surroundings
 
 counted = Counter(calls=2)
+TENSOR = torch.ones(1)
 named = "before"
 
 
@@ -37,7 +38,7 @@ def made_closure():
 
     def write():
         nonlocal hidden
-        hidden = 2
+        hidden = TENSOR
 
     return read, write
 
@@ -53,20 +54,20 @@ class Reaches(nn.Module):
     @property
     def deeper(self):
         global named
-        named = "after"
-        counted["calls"] += 1
+        named = TENSOR
+        counted["tensor"] = TENSOR
         Namespace.made, Namespace.new = table(3), 1
 
     def forward(self):
         self.deeper  # noqa: B018
-        self.held.value.append(2)
-        self.held.more["a"].append(2)
-        self.held.more["b"] = 1
-        self.held.value = [4]
+        self.held.value.append(TENSOR)
+        self.held.more["a"].append(TENSOR)
+        self.held.more["b"] = TENSOR
+        self.held.value = [TENSOR]
         self.hooks_of.clear()
         self.order.popitem()
         self.write()
-        self.partial(4)
+        self.partial(TENSOR)
         self.linear.register_forward_hook(print)
         del self.linear.bias
         self.fresh = 1
@@ -86,6 +87,19 @@ def test_everything_that_a_forward_reaches_is_brought_back():
     assert model.held.value is value and value == [1] and model.held.more == {"a": deque([1])}
     assert model.hooks_of == {1, 2} and [*model.order] == ["b", "a"] and model.partial.args == ([3],)
     assert model.linear.bias is bias and not model.linear._forward_hooks and not hasattr(model, "fresh")
+
+
+def test_numbers_are_left_in_what_modules_share():
+    """Another module may read one in every run."""
+    model = nn.Linear(2, 2)
+    model.shared = Slotted()
+    before = Surroundings([model])
+    model.shared.width, model.shared.value = 3, 4
+    before.restore()
+    assert model.shared.width == 3 and model.shared.value == 4
+    model.shared.value = (TENSOR,)
+    before.restore()
+    assert model.shared.value == [1]
 
 
 def test_what_has_not_changed_is_not_touched():
