@@ -16,7 +16,7 @@ from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import SEQUENTIAL, WHOLE, Explanation, LayerFacts
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.recorded import RecordedModel
-from hybridpipe.model.recording import LossReadsForward, Records, Unsplittable
+from hybridpipe.model.recording import LossReadsForward, Records, SetsWeights, Unsplittable
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import SharedParameter
@@ -88,6 +88,7 @@ class SequentialLayers:
     Args:
         why_whole: the reason why a model is one layer, for the message to a plan of several.
         measurable: False if its loss reads the model itself, so that a copy cannot be measured.
+        writes: `why_whole`, if that is that the forward puts other numbers into parameters.
         precision: in which the layers run.
 
     Raises:
@@ -100,10 +101,11 @@ class SequentialLayers:
         why_whole: str = "",
         measurable: bool = True,
         precision: Precision = FP32,
+        writes: str = "",
     ) -> None:
         self.model, self.num_layers, self.precision = model, sequential.num_layers(model), precision
         self.path = self.why_whole = why_whole
-        self._measurable = measurable
+        self._measurable, self._writes = measurable, writes
 
     def explain(self) -> Explanation:
         """Return what was made of the model, without what layers share."""
@@ -133,6 +135,7 @@ class SequentialLayers:
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError unless the plan fits the model."""
         sequential.check_plan(self.model, plan, self.why_whole)
+        plan_fit.check_writes(plan, self._writes)
 
     def expects(self, inputs: Callable[[], Any]) -> bool:
         """Return True: shapes are told with the first message."""
@@ -190,4 +193,5 @@ def layers_of(
         return known or RecordedModel(model, Records(model, precision), inputs, loss, targets)
     except Unsplittable as error:
         measurable = not isinstance(error, LossReadsForward)
-        return SequentialLayers(model, str(error), measurable, precision)
+        writes = str(error) if isinstance(error, SetsWeights) else ""
+        return SequentialLayers(model, str(error), measurable, precision, writes)

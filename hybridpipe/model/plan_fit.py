@@ -25,6 +25,18 @@ def check_num_layers(plan: Plan, count: int, why_whole: str) -> None:
         raise ValueError(f"{told}: {why_whole}; use plan='dp'" if why_whole else told)
 
 
+def check_writes(plan: Plan, told: str) -> None:
+    """Raise ValueError unless a plan runs each microbatch's forward once and its backward before the next.
+
+    Args:
+        told: how the forward writes to parameters, with the user's line; "" if it does not.
+    """
+    recomputes = plan.recompute or any(stage.recompute for stage in plan.stages)
+    if told and (recomputes or plan.schedule != "1f1b"):
+        got = "recompute" if recomputes else plan.schedule
+        raise ValueError(f"{told}: only schedule = '1f1b' without recompute trains it right, got {got}")
+
+
 def check_no_sync_norm(name: str, layer: nn.Module, why: str) -> None:
     """Raise ValueError if a layer holds a SyncBatchNorm; `why` says which plan replicates it."""
     for path, module in layer.named_modules(prefix=name):

@@ -21,7 +21,7 @@ from hybridpipe.model.explanation import (
     forbidden_cuts,
     input_names,
 )
-from hybridpipe.model.plan_fit import check_no_sync_norm, check_num_layers, check_shared
+from hybridpipe.model.plan_fit import check_no_sync_norm, check_num_layers, check_shared, check_writes
 from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.records import MOST_SHAPES, Records
@@ -140,6 +140,7 @@ class RecordedModel:
                 share a tensor that must stay in one of them.
         """
         check_num_layers(plan, self.num_layers, self.why_whole)
+        check_writes(plan, self.record.writes)
         for s, stage in enumerate(plan.stages):
             for units, _ in self.held[stage.start : stage.stop] if stage.replicas > 1 else ():
                 for unit in units:

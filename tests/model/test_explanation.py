@@ -28,7 +28,7 @@ def test_neighbouring_places_with_one_reason_are_one_and_others_are_told_apart()
     cuts = facts(models.ClampsParameter)["forbidden"]
     assert [(cut.after, cut.before, cut.places) for cut in cuts] == [
         ("enter", "blocks.0.0", 1),
-        ("blocks.0.0", "blocks.2.0", 2),
+        ("blocks.0.0", "head", 3),
     ]
     lines = [cut.reason.removesuffix(": scale is written to, and used on both sides") for cut in cuts]
     assert len({*lines}) == 2 and all(line.startswith("models.py:") for line in lines)

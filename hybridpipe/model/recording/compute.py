@@ -45,6 +45,8 @@ def compute(
     try:
         with fake, watch, _quiet():
             return call(*args, **kwargs)
+    except Unsplittable:
+        raise
     except Exception as error:  # routing by data, or an operator that does not know its shapes
         if event.is_unit:
             return _on_random_numbers(event, call, args, kwargs, fake, watch)

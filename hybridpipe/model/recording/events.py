@@ -40,6 +40,10 @@ class LossReadsForward(Unsplittable):
     """A loss reads what the forward leaves in the model, which no copy of the model has."""
 
 
+class SetsWeights(Unsplittable):
+    """A forward gives a parameter or buffer other memory."""
+
+
 class Diverged(Exception):
     """A guard does not hold: the inputs take another path than the record's."""
 

@@ -4,7 +4,6 @@ Knows the model and the recorder; a record that it returns knows neither.
 Invariant: attributes, buffers, hooks, modes, gradient flags, random states are as before, also if it fails.
 """
 
-import copy
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from hybridpipe.model.precision import FP32, Precision
+from hybridpipe.model.recording.births import Births
 from hybridpipe.model.recording.carried import Name, refuse_carried
 from hybridpipe.model.recording.compute import random_like
 from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments, line_of
@@ -26,6 +26,7 @@ from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.recorder import Recorder
 from hybridpipe.model.recording.refusals import hooked_and_opened, random_path
 from hybridpipe.model.recording.slices import ModelLookup, Slice
+from hybridpipe.model.recording.surroundings import Surroundings
 from hybridpipe.model.recording.units import has_hooks, units_of
 from hybridpipe.model.recording.watch import Watch
 from hybridpipe.model.tensors import map_tensors, tensors_in
@@ -110,31 +111,42 @@ def record(
 
 def _checked(task: _Task, fake: FakeTensorMode | None) -> Record:
     """Record, and refuse a loss that reads what the forward made but did not return."""
-    made, recorder = _agreeing(task, fake)
-    if task.loss is not None:
-        # not fake: a loss may pick tokens by a mask
-        outputs = recorder.outputs if fake is None else random_like(recorder.outputs)
-        outputs = map_tensors(task.precision.raised, outputs)
-        with task.watch, LossReads(recorder.made, outputs):
-            task.loss(outputs, task.targets)
-    return made
+    before = Surroundings([task.model, task.loss])
+    try:
+        made, recorder = _agreeing(task, fake, before)
+        if task.loss is not None:
+            # not fake: a loss may pick tokens by a mask
+            outputs = recorder.outputs if fake is None else random_like(recorder.outputs)
+            outputs = map_tensors(task.precision.raised, outputs)
+            with task.watch, LossReads(recorder.made, outputs):
+                task.loss(outputs, task.targets)
+        return made
+    finally:
+        before.restore()
 
 
-def _agreeing(task: _Task, fake: FakeTensorMode | None) -> tuple[Record, Recorder]:
-    """Record until no tensor escapes from a unit, and two recordings agree."""
+def _agreeing(task: _Task, fake: FakeTensorMode | None, begin: Surroundings) -> tuple[Record, Recorder]:
+    """Record until no tensor escapes from a unit, and two recordings agree.
+
+    Args:
+        begin: where each series of recordings begins.
+    """
     opened: dict[str, str] = {}
     before: list[Any] = []
     differing = 0
     carried: Mapping[Name, str] = {}
+    earlier = Births()
     for _ in range(MOST_RECORDINGS):
         units = units_of(task.model, opened, task.share)
         _refuse_hooks(task.hooked, units)
-        recorder = Recorder(task.model, units, task.watch, fake)
+        recorder = Recorder(task.model, units, task.watch, fake, earlier)
         with task.precision.recording():
             found = recorder.run(task.args, task.kwargs)
         task.watch.restore()
+        earlier.include(recorder.born)
         if recorder.escapes:
             opened, before = opened | recorder.escapes, []
+            begin.restore()  # else what a unit has kept would be there already
             continue
         found.opened = opened
         signature = found.signature()
@@ -183,20 +195,16 @@ def _refuse_random_path(record: Record, model: nn.Module, leaves: list[Any]) -> 
 
 @contextmanager
 def _untouched(*owners: nn.Module) -> Iterator[None]:
-    """Restore modules' attributes, modes, hooks and gradient flags, and the process's random states."""
-    modules = [module for owner in owners for module in owner.modules()]
-    attributes = [(module.__dict__, _copied(module.__dict__)) for module in modules]
+    """Restore modules' modes and gradient flags, and the process's random states."""
+    modes = [(module, module.training) for owner in owners for module in owner.modules()]
     flags = [(parameter, parameter.requires_grad) for owner in owners for parameter in owner.parameters()]
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
         yield
     finally:
-        for now, (before, contents) in attributes:
-            now.clear()
-            now.update(before)
-            for name, content in contents.items():
-                _refill(before[name], content)
+        for module, mode in modes:
+            module.training = mode
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
         torch.set_rng_state(states[0])
@@ -241,16 +249,3 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _device_of(tree: Any) -> torch.device:
     return next((tensor.device for tensor in tensors_in(tree)), torch.device("cpu"))
-
-
-def _copied(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the attributes and copies of those that can be filled, such as lists and tables of hooks."""
-    fillable = {
-        name: copy.copy(each) for name, each in attributes.items() if isinstance(each, dict | list | set)
-    }
-    return dict(attributes), fillable
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(content, list) else container.update)(content)

@@ -74,6 +74,7 @@ class Record:
         parameters: names of the model's parameters.
         base: contexts around the whole forward; those of an event are entered where they differ.
         opened: reason, with the user's line, of each unit that the forward opens.
+        overwritten: first line that writes to a parameter, of each one that gets a gradient.
 
     Raises:
         Unsplittable: a guard depends on data that only one stage has.
@@ -88,6 +89,7 @@ class Record:
     parameters: frozenset[Weight]
     base: Ambient
     opened: Mapping[str, str] = field(default_factory=dict)
+    overwritten: Mapping[Weight, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._number_storages()
@@ -142,6 +144,13 @@ class Record:
             self.assigned,
             [*map(describe, self.inputs)],
         )
+
+    @property
+    def writes(self) -> str:
+        """The first write to a parameter that is trained, in words; "" if there is none."""
+        for weight, line in self.overwritten.items() if self.base.grad else ():
+            return f"{line}: writes to {weight}, whose numbers the microbatches before still need"
+        return ""
 
     @cached_property
     def written_weights(self) -> dict[Weight, list[int]]:
@@ -277,7 +286,7 @@ class Record:
             if users[0] < cut <= users[-1]:
                 line = self.events[next(user for user in users if user >= cut)].where
                 return f"{line}: {weight} is written to, and used on both sides"
-        return self._divides_region(cut)
+        return self.writes or self._divides_region(cut)
 
     def _divides_region(self, cut: int) -> str | None:
         """Return the reason if the cut divides a checkpoint that writes behind it to what was made before it.

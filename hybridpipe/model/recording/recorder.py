@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hybridpipe.model.attributes import PLAIN
+from hybridpipe.model.recording.births import Births
 from hybridpipe.model.recording.carried import Carried
 from hybridpipe.model.recording.compute import compute
 from hybridpipe.model.recording.events import (
@@ -37,7 +37,7 @@ from hybridpipe.model.recording.events import (
     line_of_forward,
 )
 from hybridpipe.model.recording.record import Record
-from hybridpipe.model.recording.refusals import hides_tensors, reads_data
+from hybridpipe.model.recording.refusals import changes_weight, hides_tensors, left_earlier, reads_data
 from hybridpipe.model.recording.watch import Watch, storage_of
 from hybridpipe.model.rng import preserved_state, seed_generators
 from hybridpipe.model.tensors import tensors_in
@@ -45,7 +45,8 @@ from hybridpipe.model.tensors import tensors_in
 UNRECORDED = ("_set_grad_enabled", "__repr__", "__format__", "__hash__")
 READERS = ("tolist", "numpy", "__array__")  # which the dispatcher does not see
 TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")  # a slice would run without them
-CHANGERS = ("set requires_grad", "set data", "requires_grad_")  # likewise
+SETS_MEMORY = ("set data", "set_")
+CHANGERS = ("set requires_grad", "requires_grad_", *SETS_MEMORY)  # likewise
 CPU = torch.device("cpu")
 MOVERS = torch.device | Tensor  # arguments of `to` that may move a tensor
 
@@ -56,10 +57,16 @@ class Recorder(TorchFunctionMode):
     Attributes:
         escapes: reason for each unit that must be opened, with the user's line.
         outputs: what the forward returned.
+        born: of each tensor that is made, whether inside an event or as its result, and of inputs.
     """
 
     def __init__(
-        self, model: nn.Module, units: Mapping[str, nn.Module], watch: Watch, fake: FakeTensorMode | None
+        self,
+        model: nn.Module,
+        units: Mapping[str, nn.Module],
+        watch: Watch,
+        fake: FakeTensorMode | None,
+        earlier: Births,
     ) -> None:
         """Prepare a recording.
 
@@ -67,11 +74,13 @@ class Recorder(TorchFunctionMode):
             units: modules to call whole, by path.
             watch: what operators do.
             fake: computes the shapes of all that is not free; None: everything is computed.
+            earlier: `born` of the recordings before.
         """
         super().__init__()
         self.escapes: dict[str, str] = {}
         self.outputs: Any = None
         self._model, self._units, self._watch, self._fake = model, units, watch, fake
+        self.born, self._earlier = Births(), earlier
         self._paths = {id(module): path for path, module in units.items()}
         self._parts = {id(module): Part(path) for path, module in model.named_modules()}
         self._parameters = {id(tensor): Weight(name) for name, tensor in model.named_parameters()}
@@ -79,13 +88,17 @@ class Recorder(TorchFunctionMode):
         self._buffers = {Weight(name) for name, _ in model.named_buffers()}
         self._own = {path: self._weights_of(module) for path, module in model.named_modules()}
         tensors = itertools.chain(model.parameters(), model.buffers())
-        self._stored = {storage_of(tensor): self._names[id(tensor)] for tensor in tensors}
+        self._stored: dict[int, set[Weight]] = defaultdict(set)  # several may share memory
+        for tensor in tensors:
+            self._stored[storage_of(tensor)].add(self._names[id(tensor)])
         self._events: list[Event] = []
         self._values: list[ValueInfo] = []
         self._known: dict[int, Value] = {}  # by id; `_sharing` keeps the tensors alive
         self._sharing: dict[int, list[Tensor]] = defaultdict(list)  # by storage
-        self._born: Any = WeakTensorKeyDictionary()  # of a tensor that is made inside an event: its name
-        self._inside: str | None = None
+        self._inside: Event | None = None
+        self._passed: set[int] = set()  # ids of what the present event is called with
+        self._trained = {self._names[id(each)] for each in model.parameters() if each.requires_grad}
+        self._overwritten: dict[Weight, str] = {}
         self._touched: set[Weight] = set()  # weights used inside the present event
         self._calls: Counter[str] = Counter()
         self._regions: list[Any] = []  # the hooks of each checkpoint region
@@ -99,14 +112,18 @@ class Recorder(TorchFunctionMode):
             Unsplittable: no list of events does the same.
         """
         args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # it may write to them
-        leaves, _ = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         base = Ambient.now()
-        inputs = [self._new(leaf, -1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        given = Event("the inputs", None, spec, base, "", 0)
+        inputs = [self._new(leaf, -1, given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         buffers = {path: dict(module._buffers) for path, module in self._model.named_modules()}
         with self._intercepted(), self:
             self.outputs = self._model(*args, **kwargs)
         self._refuse_python_draws("the end of the forward")
         self.carried.end()
+        for tensor, _ in self._watch.moved():
+            what = f"set_ or swap_tensors of {self._names[id(tensor)]}"
+            raise changes_weight("the end of the forward", what)
         leaves, spec = pytree.tree_flatten(self.outputs)
         self._refuse_hidden(leaves, "the model's output")
         return Record(
@@ -118,12 +135,12 @@ class Recorder(TorchFunctionMode):
             assigned=self._assigned(buffers),
             parameters=frozenset(self._parameters.values()),
             base=base,
+            overwritten=self._overwritten,
         )
 
     def made(self, tensor: Tensor) -> bool:
-        """Return True for a tensor that the forward has made."""
-        value = self._known.get(id(tensor))
-        return tensor in self._born or (value is not None and self._values[value].maker >= 0)
+        """Return True for a tensor that the forward has made, or a copy of an input."""
+        return self.born.of(tensor) is not None
 
     # --- calls ---
 
@@ -173,14 +190,42 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a function between units; inside an event, note what it makes and which weights it uses."""
-        kwargs = kwargs or {}
-        if self._inside is None:
-            return self._event(_name_of(func), func, func, args, kwargs)
+        kwargs, name, inside = kwargs or {}, _name_of(func), self._inside
+        if inside is None:
+            return self._event(name, func, func, args, kwargs)
+        if name in SETS_MEMORY and not self.born.is_of(args[0], inside):
+            raise changes_weight(line_of_forward(), name)
+        for tensor in tensors_in((args, kwargs)):
+            if id(tensor) in self._names:
+                self._touched.add(self._names[id(tensor)])
+            else:
+                self._look(inside, tensor)
         out = func(*args, **kwargs)
-        self._touched |= {self._names[id(t)] for t in tensors_in((args, kwargs)) if id(t) in self._names}
         for tensor in tensors_in(out):
-            self._born[tensor] = self._inside
+            self.born.add(tensor, inside)
         return out
+
+    def _look(self, inside: Event, tensor: Tensor) -> None:
+        """Open the units between which a tensor goes without being passed."""
+        if id(tensor) in self._passed or self.born.is_of(tensor, inside):
+            return
+        if birth := self.born.of(tensor):
+            known, maker = id(tensor) in self._known, birth.event
+            what = "it uses" if known else f"{inside.name} uses"
+            self._open(
+                inside if known else maker, f"{what} a tensor of {maker.name} that is not passed to it"
+            )
+        elif (
+            birth := self._earlier.of(tensor)
+        ) and inside.name not in birth.holders:  # else it keeps its own
+            raise left_earlier(line_of_forward(), inside.name, birth.event.name)
+
+    def _open(self, event: Event, reason: str) -> None:
+        """Open a unit, or refuse a function."""
+        line = line_of_forward()
+        if event.name not in self._units:
+            raise Unsplittable(f"{line}: {event.name}: {reason}")
+        self.escapes[event.name] = f"{line}: {reason}"
 
     # --- an event ---
 
@@ -195,7 +240,9 @@ class Recorder(TorchFunctionMode):
         self.carried.look(line)
         event = Event(name, function, spec, self._ambient(), line, self._calls[name])
         event.arguments = [self._reference(leaf) for leaf in leaves]
-        event.weights = {argument for argument in event.arguments if argument.__class__ is Weight}
+        event.weights = set().union(*map(self._weights_in, event.arguments))
+        if name in CHANGERS and event.arguments[0].__class__ is not Value:
+            raise changes_weight(line, name)
         if event.is_unit:
             event.weights |= self._own[name]
         event.free = self._may_be_free(event)
@@ -204,11 +251,11 @@ class Recorder(TorchFunctionMode):
             out = out.view_as(out)  # a value of its own, as it is a copy where the stage is on a GPU
         results = pytree.tree_leaves(out)
         self._learn(event, results)
+        self._refuse_unseen(event, leaves)
         if not (tensors_in(results) or event.changes or event.checked):
             return out  # a shape or a type: a constant of this record
         if event.checked and not event.free and not event.is_unit:
             raise reads_data(line, name)
-        self._refuse_unseen(event, leaves)
         self._refuse_hidden(leaves, f"{line}: an argument of {name}", name if event.is_unit else None)
         if not event.is_unit:
             self._refuse_hidden(results, f"{line}: the result of {name}")
@@ -220,7 +267,10 @@ class Recorder(TorchFunctionMode):
         with preserved_state(CPU, python_too=True):
             seed_generators(event.key, CPU, python_too=True)
             seeded = _python_state()
-            self._inside, self._touched = event.name, set()
+            self._inside, self._touched = event, set()
+            tensors = tensors_in((args, kwargs))
+            self._passed = set(map(id, tensors))
+            self.born.pass_to(tensors, event)
             self._watch.reset()
             try:
                 return compute(event, call, args, kwargs, self._fake, self._watch)
@@ -233,12 +283,12 @@ class Recorder(TorchFunctionMode):
         """Note what the call did."""
         watch = self._watch
         event.changes |= {self._known[id(t)] for s in watch.written for t in self._sharing.get(s, ())}
-        event.changes |= {self._stored[s] for s in watch.written if s in self._stored}
+        event.changes |= set().union(*(self._stored.get(s, ()) for s in watch.written))
         if event.name in CHANGERS:
-            if event.arguments[0].__class__ is not Value:
-                raise Unsplittable(f"{event.where}: {event.name} on a parameter or buffer")
             event.changes.add(event.arguments[0])
         event.weights |= {weight for weight in event.changes if weight.__class__ is Weight}
+        for weight in set().union(*(self._stored.get(s, ()) for s in watch.overwritten)) & self._trained:
+            self._overwritten.setdefault(weight, event.where)
         self._place_touched(event)
         event.draws = watch.draws
         event.free = self._may_be_free(event)
@@ -259,12 +309,13 @@ class Recorder(TorchFunctionMode):
     def _write_down(self, event: Event, results: list[Any]) -> None:
         index, old = len(self._events), self._known.keys() | self._names.keys()
         tensors = [r if isinstance(r, Tensor) and id(r) not in old else None for r in results]
-        event.results = [None if tensor is None else self._new(tensor, index) for tensor in tensors]
+        event.results = [None if tensor is None else self._new(tensor, index, event) for tensor in tensors]
         event.facts = list(map(fact, results))
         made = tensors_in(results)
         if not event.is_unit and len(set(event.uses)) == 1 and made and not (event.weights or event.changes):
             base = event.uses[0]
-            event.view = base if {*map(storage_of, made)} == {self._values[base].storage} else None
+            shared = {*map(self._watch.storage, made)} == {self._values[base].storage}
+            event.view = base if shared else None
         for changed in (value for value in event.changes if value.__class__ is Value):
             for tensor in self._sharing[self._values[int(changed)].storage]:
                 info = self._values[self._known[id(tensor)]]
@@ -298,12 +349,19 @@ class Recorder(TorchFunctionMode):
 
     # --- leaves ---
 
-    def _new(self, tensor: Tensor, maker: int) -> Value:
+    def _new(self, tensor: Tensor, maker: int, event: Event) -> Value:
         value = self._known[id(tensor)] = Value(len(self._values))
-        begins = maker if tensor.requires_grad else None
-        self._values.append(ValueInfo(tensor.shape, tensor.dtype, storage_of(tensor), maker, begins))
-        self._sharing[storage_of(tensor)].append(tensor)
+        begins, storage = maker if tensor.requires_grad else None, self._watch.storage(tensor)
+        self._values.append(ValueInfo(tensor.shape, tensor.dtype, storage, maker, begins))
+        self._sharing[storage].append(tensor)
+        self.born.add(tensor, event)
         return value
+
+    def _weights_in(self, argument: Any) -> set[Weight]:
+        """Return the weights that an argument is, or a view of."""
+        if argument.__class__ is Constant:
+            return self._stored.get(self._watch.storage(argument.tensor), set())
+        return {argument} if argument.__class__ is Weight else set()
 
     def _reference(self, leaf: Any) -> Any:
         """Return an argument as an event holds it."""
@@ -334,11 +392,11 @@ class Recorder(TorchFunctionMode):
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             what = "vmap or grad outside the units"
             raise Unsplittable(f"{line_of_forward()}: {what} (call it inside a module)")
-        maker = self._born.get(tensor)
-        if maker in self._units:
-            self.escapes[maker] = f"{line_of_forward()}: a tensor made inside is used without being returned"
+        birth = self.born.of(tensor)
+        if birth is not None and birth.event.name in self._units:
+            self._open(birth.event, "a tensor made inside is used without being returned")
         elif (
-            maker is not None
+            birth is not None
             or isinstance(tensor, FakeTensor)
             or tensor.grad_fn is not None
             or tensor.is_meta
@@ -347,6 +405,10 @@ class Recorder(TorchFunctionMode):
                 f"{line_of_forward()}: a tensor that was made out of sight (by TorchScript, an extension, or "
                 "an earlier call)"
             )
+        viewed = self._stored.get(self._watch.storage(tensor), set()) - self._buffers
+        if viewed:
+            what = f"a view of {min(viewed)} that was made before the forward"
+            raise Unsplittable(f"{line_of_forward()}: {what} (make it in the forward)")
         return Constant(tensor)
 
     def _refuse_unseen(self, event: Event, leaves: list[Any]) -> None:
@@ -359,7 +421,7 @@ class Recorder(TorchFunctionMode):
                 "numbers are keyed)"
             )
         constants = (leaf.tensor for leaf in event.arguments if isinstance(leaf, Constant))
-        if any(storage_of(tensor) in self._watch.written for tensor in constants):
+        if any(self._watch.storage(tensor) in self._watch.written for tensor in constants):
             raise Unsplittable(
                 f"{event.where}: {event.name} writes to a tensor that is no buffer (register it as one)"
             )
@@ -389,10 +451,11 @@ class Recorder(TorchFunctionMode):
             for name, buffer in module._buffers.items():
                 if buffer is None or buffer is before[path].get(name):
                     continue
-                weight, maker = Weight(f"{path}.{name}".lstrip(".")), self._born.get(buffer)
+                weight, birth = Weight(f"{path}.{name}".lstrip(".")), self.born.of(buffer)
+                maker = "" if birth is None else birth.event.name
                 if id(buffer) in self._known:
                     assigned.append((weight, self._known[id(buffer)]))
-                elif maker not in self._units:
+                elif birth is None or maker not in self._units:
                     raise Unsplittable(f"the forward sets {weight} to a tensor that it does not compute")
                 elif not f"{path}.".startswith(f"{maker}."):  # else the unit does so in every run
                     self.escapes[maker] = f"a tensor made inside becomes {weight}"

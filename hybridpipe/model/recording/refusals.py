@@ -4,7 +4,7 @@ Knows names and lines only. Invariant: the line begins with that of the user's c
 remedy stands at its end, in brackets.
 """
 
-from hybridpipe.model.recording.events import Unsplittable
+from hybridpipe.model.recording.events import SetsWeights, Unsplittable
 
 PICKS = ("__getitem__", "nonzero", "masked_select", "argwhere", "unique")  # whose shapes follow from data
 
@@ -34,3 +34,14 @@ def hooked_and_opened(path: str, kind: str) -> Unsplittable:
     return Unsplittable(
         f"{where} ({kind}) has hooks, which would run at the recording only (register them on its children)"
     )
+
+
+def changes_weight(where: str, name: str) -> SetsWeights:
+    """Return the refusal of other memory, or another flag, for a tensor of the model."""
+    return SetsWeights(f"{where}: {name}, on a parameter or buffer (write in place, as copy_ does)")
+
+
+def left_earlier(where: str, taker: str, maker: str) -> Unsplittable:
+    """Return the refusal of a tensor that goes from one call of the forward to the next."""
+    what = f"{taker} uses a tensor that {maker} has left in an earlier call"
+    return Unsplittable(f"{where}: {what} (pass it, or keep it in one module)")
