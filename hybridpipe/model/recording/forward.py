@@ -7,6 +7,7 @@ Invariant: attributes, buffers, hooks, modes, gradient flags, random states are 
 import copy
 import itertools
 import random
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -245,12 +246,11 @@ def _device_of(tree: Any) -> torch.device:
 
 def _copied(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the attributes and copies of those that can be filled, such as lists and tables of hooks."""
-    fillable = {
-        name: copy.copy(each) for name, each in attributes.items() if isinstance(each, dict | list | set)
-    }
+    filled = dict | list | set | deque
+    fillable = {name: copy.copy(each) for name, each in attributes.items() if isinstance(each, filled)}
     return dict(attributes), fillable
 
 
 def _refill(container: Any, content: Any) -> None:
     container.clear()
-    (container.extend if isinstance(content, list) else container.update)(content)
+    (container.extend if isinstance(content, list | deque) else container.update)(content)
