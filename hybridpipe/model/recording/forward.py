@@ -246,7 +246,7 @@ def _device_of(tree: Any) -> torch.device:
 
 def _copied(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the attributes and copies of those that can be filled, such as lists and tables of hooks."""
-    filled = dict | list | set | deque
+    filled = (dict, list, set, deque)
     fillable = {name: copy.copy(each) for name, each in attributes.items() if isinstance(each, filled)}
     return dict(attributes), fillable
 
