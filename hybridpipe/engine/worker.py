@@ -93,7 +93,7 @@ class Worker:
                 numbers.fill(self.model, *(layers.stage(span.start, span.stop).module for span in spans))
         self.executor = self._build_executor(loss, rule, seed)
         self._structure = Structure(self.model)
-        self._settings = self._present_settings()
+        self._modes = self._structure.settings()
         self._program = lru_cache(maxsize=8)(self._make_program)
         self._forward_program = lru_cache(maxsize=8)(self._make_forward_program)
 
@@ -173,17 +173,17 @@ class Worker:
             ValueError: a module or a parameter was replaced.
         """
         self._structure.check()
-        of_model, of_layers = self._settings
-        self._settings = self._present_settings()
-        if self._settings != (of_model, of_layers):
+        before, self._modes = self._modes, self._structure.settings()
+        self.adopt_settings(forced=self._modes != before)
+        if self._modes != before:
+            self.executor.renew()
+
+    def adopt_settings(self, forced: bool = False) -> None:
+        """Adopt the attributes and globals that users have changed, between two minibatches."""
+        if self.layers.changed() or forced:
             self.layers.renew()
             for stage in self.executor.stages:
                 stage.layers.renew()
-        if self._settings[0] != of_model:
-            self.executor.renew()
-
-    def _present_settings(self) -> tuple[object, object]:
-        return self._structure.settings(), self.layers.settings()
 
     def _make_program(self, num_microbatches: int, update: bool = True) -> RankProgram:
         whole = () if self.place is None else program(self.plan, self.place, num_microbatches)

@@ -20,6 +20,9 @@ def copied(model: nn.Module) -> nn.Module:
         copy_of = copy.deepcopy(model)
     except Exception as error:  # whatever a layer's own attributes raise
         raise UserError(f"{_not_copied(model, error)}; give a plan, which needs no measuring") from error
+    for parameter in copy_of.parameters():
+        if not parameter.is_leaf:  # of TorchScript, whose copies follow from the originals
+            parameter.detach_().requires_grad_()
     copy_of.zero_grad(set_to_none=True)
     return copy_of
 

@@ -68,8 +68,12 @@ class Layers(Protocol):
             inputs: returns them; called if they matter.
         """
 
-    def settings(self) -> object:
-        """Return what users may change between two runs beside modes, hooks and flags."""
+    def changed(self) -> bool:
+        """Return True if users have changed, since the last call, more than modes, hooks and flags."""
+
+    @property
+    def unwatched(self) -> list[str]:
+        """Names of the attributes in which `changed` may miss a change."""
 
     def renew(self) -> None:
         """Adopt the model's present settings, modes, hooks and requires_grad flags."""
@@ -141,9 +145,14 @@ class SequentialLayers:
         """Return True: shapes are told with the first message."""
         return True
 
-    def settings(self) -> object:
-        """Return nothing: layers are called as they are."""
-        return None
+    @property
+    def unwatched(self) -> list[str]:
+        """Return nothing."""
+        return []
+
+    def changed(self) -> bool:
+        """Return False: layers are called as they are."""
+        return False
 
     def renew(self) -> None:
         """Keep the layers: stages call the modules as they are."""

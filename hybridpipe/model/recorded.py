@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybridpipe.model.attributes import attributes, class_attributes, own_classes
 from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import (
     RECORDED,
@@ -27,6 +26,7 @@ from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.records import MOST_SHAPES, Records
 from hybridpipe.model.recording.refusals import random_path
 from hybridpipe.model.recording.slices import ModelLookup, Slice
+from hybridpipe.model.settings import Settings
 from hybridpipe.model.stage_module import Seed, StageModule, joined
 from hybridpipe.model.tensors import map_tensors, tensors_in, tensors_of
 from hybridpipe.planning.plan import Plan
@@ -60,6 +60,9 @@ class RecordedModel:
         self.record = records.find(inputs, training=True, loss=loss, targets=targets)
         self.names = [layer.name for layer in self.record.layers]
         self.first_names = _first_names(model)  # once, since a forward may replace buffers
+        units = {path for each in self._slices for path in each.units}
+        self._settings = Settings(model, units, {name for name, _ in self.record.assigned})
+        records.around = self._settings.recording
 
     @property
     def num_layers(self) -> int:
@@ -153,23 +156,14 @@ class RecordedModel:
         """Return True if inputs differ from the first ones in the number of samples and in numbers only."""
         return _forms(inputs()) == _forms(self._inputs)
 
-    def settings(self) -> object:
-        """Return the modules' attributes and buffers, which the record holds or depends on.
+    def changed(self) -> bool:
+        """Return True if settings have changed since the last call."""
+        return self._settings.changed()
 
-        A number of an opened module's stands in the record. One of a unit's, such as a dropout's `p`, decides
-        whether the unit draws random numbers. Buffers that the forward itself replaces do not count.
-        """
-        replaced = {name for name, _ in self.record.assigned}
-        buffers = [(name, id(each)) for name, each in self.model.named_buffers() if name not in replaced]
-        return attributes(self._parts), class_attributes(self._classes), buffers
-
-    @cached_property
-    def _parts(self) -> list[nn.Module]:
-        return list(self.model.modules())
-
-    @cached_property
-    def _classes(self) -> list[type]:
-        return own_classes(self._parts)
+    @property
+    def unwatched(self) -> list[str]:
+        """Names of the attributes in which `changed` may miss a change."""
+        return self._settings.unwatched()
 
     def renew(self) -> None:
         """Forget the records, since settings, modes, hooks or requires_grad flags have changed."""

@@ -4,6 +4,7 @@ Knows one model, no ranks and no plan. Users may change modes, hooks and require
 Invariant: modules and parameters stay the same objects, since optimizers, buckets and stages hold them.
 """
 
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +31,9 @@ class _Table(NamedTuple):
 
     path: str
     module: nn.Module
-    table: dict[str, Any]  # the module's own dictionary
-    items: list[tuple[str, Any]]  # its items then
+    table: dict[str, Any]  # the module's own; of TorchScript it is no dict
+    names: list[str]  # its keys then
+    values: list[Any]
 
 
 class _Form(NamedTuple):
@@ -50,7 +52,7 @@ class Structure:
         named = list(model.named_modules())
         self._modules = [module for _, module in named]
         self._tables = [
-            _Table(path, module, table, list(table.items()))
+            _Table(path, module, table, list(table.keys()), list(table.values()))
             for path, module in named
             for table in (module._modules, module._parameters)
         ]
@@ -62,8 +64,8 @@ class Structure:
         Raises:
             ValueError: one was; names the first.
         """
-        for path, module, table, items in self._tables:
-            if len(table) != len(items) or any(table.get(name) is not each for name, each in items):
+        for path, module, table, names, values in self._tables:
+            if list(table.keys()) != names or not all(map(is_, table.values(), values)):
                 where = f"layer {path}" if path else "the model"
                 raise ValueError(
                     f"{where} ({type(module).__name__}) has other children or parameters {_ANEW}"

@@ -182,10 +182,16 @@ class CallbackList:
 
     Args:
         run: what each of them gets.
+
+    Attributes:
+        are_users: some are the user's, so that they may change the model.
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
         self._run, self._named = run, dict(zip(names_of(callbacks), callbacks, strict=True))
+        own = __name__.partition(".")[0] + "."
+        kinds = {type(callback) for callback in callbacks}
+        self.are_users = OnMinibatch in kinds or any(not kind.__module__.startswith(own) for kind in kinds)
 
     def tell(self, event: str, *arguments: Any) -> None:
         """Call the method `event` of each."""

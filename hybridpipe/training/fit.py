@@ -84,6 +84,8 @@ class FitLoop:
         self._callbacks.tell("on_fit_end")
 
     def _train(self) -> None:
+        self._worker.renew()  # callbacks may have changed the model
+        adopts = self._callbacks.are_users and not self._worker.plan.is_asynchronous
         batches = self._batches()
         of_fit = self._minibatch_size, self._keeper, self._breaks
         epoch = EpochLoop(self._worker, self._recorder, self._state, *of_fit)
@@ -92,6 +94,8 @@ class FitLoop:
             with closing(epoch.run(batches)) as records:  # closed at once after an error
                 for record in records:
                     self._callbacks.tell("on_minibatch", record)
+                    if adopts:
+                        self._worker.adopt_settings()
         except BaseException:
             self._state.progress = None
             raise

@@ -45,6 +45,7 @@ from hybridpipe.planning.search.search import NoPlanFits
 from hybridpipe.planning.units import memory_bytes
 from hybridpipe.report.memory import least_left, misfit, predicted_bytes
 from hybridpipe.report.notices import notices
+from hybridpipe.report.words import few
 from hybridpipe.training.autoplan import Choice, autoplan, measured_cluster
 from hybridpipe.training.machines import MachinesFile, conditions
 from hybridpipe.types import Loss
@@ -294,6 +295,9 @@ class PlanMaker:
                 layers = layers_of(self._model, *microbatch, self._rule.precision)
             consistency.check_alike(self._world, {"the forward of the model": layers.path})
             self._layers = layers
+            if self._world.rank == 0 and (names := layers.unwatched):
+                what = "a change inside these attributes is not noticed, unless the object is replaced"
+                notices.tell(f"{what}: {few(names, ', ')}")
         return self._layers
 
     def make(self, minibatch: Minibatch) -> tuple[Plan, Choice | None]:

@@ -24,6 +24,11 @@ def test_a_forward_with_everything(job, numbers):
     assert done.stdout.count(": within") == len(numbers.split(",")), done.stdout
 
 
+def test_a_derivative_in_the_forward(job):
+    done = job(2, "any_model.py", "5,7,11", "forces")
+    assert done.stdout.count(": within") == 3, done.stdout
+
+
 def test_asynchronous_schedules_train_what_their_formulas_say_or_refuse(job):
     done = job(4, "any_model.py", ASYNCHRONOUS, "unshared", "everything", timeout_seconds=240)
     assert done.stdout.count(": within") == done.stdout.count(": refused") == 4, done.stdout

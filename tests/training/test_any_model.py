@@ -1,14 +1,19 @@
 """Models that are no `nn.Sequential`: recorded, called with trees, under schedules of one stage."""
 
 import copy
+import math
+import multiprocessing
+import types
 import zlib
+from collections import deque
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from hybridpipe import Plan, StageSpec
+from hybridpipe import Callback, Plan, StageSpec
 from hybridpipe.model.layers import layers_of
 from hybridpipe.model.rng import random_key
 from tests.libraries import skip_without_transformers
@@ -306,3 +311,101 @@ def test_a_model_of_transformers_trains_as_it_is(make_trainer, tmp_path, name, c
     assert again.train_step(batches[0], batches[0]) == trainer.train_step(batches[0], batches[0])
     trained = trainer.full_state_dict()
     assert all(torch.equal(tensor, trained[key]) for key, tensor in again.full_state_dict().items())
+
+
+class Settled(nn.Module):
+    """Uses settings of all kinds between its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.act, self.scales, self.shared = torch.tanh, deque([1.0]), multiprocessing.Value("d", 1.0)
+        self.table, self.number = np.ones(8), np.float64(1)
+        self.functions = {"last": partial(torch.mul, other=1.0)}
+
+    def forward(self, x):
+        x = self.act(self.first(x)) * self.scales[0] * self.shared.value * float(self.number)
+        return self.functions["last"](self.last(x * float(self.table[0])))
+
+
+def patch(model, factor):
+    model.forward = types.MethodType(lambda self, x: factor * Settled.forward(self, x), model)
+
+
+CHANGES = [
+    lambda model: setattr(model, "act", torch.relu),
+    lambda model: model.scales.appendleft(2.0),
+    lambda model: setattr(model.shared, "value", 2.0),
+    lambda model: model.table.__setitem__(0, 3.0),
+    lambda model: setattr(model, "number", np.float64(2)),
+    lambda model: model.functions.update(last=partial(torch.mul, other=2.0)),
+    lambda model: patch(model, 2.0),
+    lambda model: patch(model, 3.0),
+]
+
+
+def twin(model):
+    made = Settled().double()
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+@pytest.mark.parametrize("by_callback", [False, True])
+def test_settings_that_change_between_steps_are_those_of_the_next(make_trainer, by_callback):
+    """Each was once unnoticed: the old record ran on. A callback's change was noticed by the next `fit`."""
+    torch.manual_seed(0)
+    model = Settled().double()
+    expected = twin(model)
+    update = momentum(expected.parameters())
+    inputs, targets = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
+    left = iter([*CHANGES, lambda _: None])
+
+    class Changes(Callback):
+        def on_epoch_end(self, run, entry):
+            next(left)(model)
+
+    given = {"loss": nn.functional.cross_entropy, "optimizer": momentum, "minibatch_size": 8}
+    trainer = make_trainer(model, plan=plan(model, inputs, 1), callbacks=[Changes()], **given)
+    assert layers_of(model, inputs).num_layers == 2
+    if by_callback:
+        dataset = torch.utils.data.TensorDataset(inputs, targets)
+        history = trainer.fit(dataset, epochs=len(CHANGES) + 1, shuffle=False)
+        losses = [entry["loss"] for entry in history]
+    else:
+        losses = []
+        for change in left:
+            losses.append(trainer.train_step(inputs, targets))
+            change(model)
+    for loss, change in zip(losses, [*CHANGES, lambda _: None], strict=True):
+        update.zero_grad()
+        own = nn.functional.cross_entropy(expected(inputs), targets)
+        own.backward()
+        update.step()
+        assert abs(loss - own.item()) < 1e-12
+        change(expected)
+
+
+def test_a_callback_changes_a_setting_within_an_epoch(make_trainer):
+    model = Settled().double()
+    given = {"loss": nn.functional.cross_entropy, "optimizer": momentum, "minibatch_size": 2}
+    inputs, targets = torch.randn(8, 4, dtype=torch.float64), torch.zeros(8, dtype=torch.long)
+    losses = []
+
+    def take(record):
+        losses.append(record.loss)
+        model.functions["last"] = partial(torch.mul, other=0.0)
+
+    trainer = make_trainer(model, plan=plan(model, inputs, 1), **given)
+    trainer.fit(torch.utils.data.TensorDataset(inputs, targets), shuffle=False, on_minibatch=take)
+    assert losses[0] != pytest.approx(math.log(3)) and losses[2:] == [pytest.approx(math.log(3))] * 2
+
+
+def test_rank_0_names_what_cannot_be_watched(make_trainer, capsys):
+    model = Settled().double()
+    model.position, model.first.words = iter([1]), dict.fromkeys(range(2000))
+    inputs, given = torch.ones(8, 4).double(), {"loss": nn.functional.cross_entropy, "optimizer": momentum}
+    trainer = make_trainer(model, plan=plan(model, inputs, 1), minibatch_size=8, **given)
+    for _ in range(2):
+        trainer.train_step(inputs, torch.arange(8) % 3)
+    told = "unless the object is replaced: position (list_iterator), first.words (dict)\n"
+    assert capsys.readouterr().err.count(told) == 1

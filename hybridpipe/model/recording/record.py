@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils import _pytree as pytree
 
 from hybridpipe.model.recording.events import (
@@ -286,7 +287,26 @@ class Record:
             if users[0] < cut <= users[-1]:
                 line = self.events[next(user for user in users if user >= cut)].where
                 return f"{line}: {weight} is written to, and used on both sides"
+        for first, last in self.derivatives:
+            if first < cut <= last:
+                return f"{self.events[last].where}: takes a derivative of what is computed on both sides"
         return self.writes or self._divides_region(cut)
+
+    @cached_property
+    def derivatives(self) -> list[tuple[int, int]]:
+        """The first of the stages' events that use the inputs of a call of `autograd.grad`, and the call."""
+        calls = [i for i, event in enumerate(self.events) if event.function is torch.autograd.grad]
+        return [(self._first_user(self.events[last]), last) for last in calls]
+
+    def _first_user(self, derivative: Event) -> int:
+        (_, inputs, *_), _ = pytree.tree_unflatten(derivative.arguments, derivative.spec)
+        followed = set(pytree.tree_leaves(inputs))
+        for i, event in enumerate(self.events):
+            if not followed.isdisjoint({*event.uses, *event.weights}):
+                if not event.free:
+                    return i
+                followed |= {*event.made()}  # every stage computes it
+        return len(self.events)
 
     def _divides_region(self, cut: int) -> str | None:
         """Return the reason if the cut divides a checkpoint that writes behind it to what was made before it.

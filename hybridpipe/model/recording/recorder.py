@@ -234,6 +234,8 @@ class Recorder(TorchFunctionMode):
             return call(*args, **kwargs)
         if name in TENSOR_HOOKS:
             raise Unsplittable(f"{line_of_forward()}: {name} outside the units (call it inside a module)")
+        if name == "backward":
+            raise Unsplittable(f"{line_of_forward()}: backward in the forward (use torch.autograd.grad)")
         leaves, spec = pytree.tree_flatten((args, kwargs))
         line = line_of_forward()
         self._refuse_python_draws(line)

@@ -6,6 +6,7 @@ Invariant: a record that it returns is that of the path which these inputs take.
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +34,13 @@ class _Path(NamedTuple):
 
 
 class Records:
-    """Records of one model."""
+    """Records of one model.
+
+    Attributes:
+        around: returns a context for each recording.
+    """
+
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self, model: nn.Module, precision: Precision = FP32, *, share: float = SHARE, most: int = 8
@@ -96,7 +103,8 @@ class Records:
             raise Unsplittable(f"more than {self._most} paths for inputs of one shape: {reason}")
         of_loss = {"loss": loss, "targets": targets, "precision": self.precision}
         made = partial(record, self._model, inputs, training=training, **of_loss)
-        found = self._opening(made)
+        with self.around():
+            found = self._opening(made)
         paths.append(self._path(found))
         return found
 

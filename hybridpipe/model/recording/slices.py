@@ -127,6 +127,8 @@ class Slice:
         self.last = stop == len(record.events)
         crossing = record.crossing(start)
         self.takes = crossing.values if start else ()
+        differentiates = record.derivatives and not record.base.grad  # in an evaluation nothing has a graph
+        self._roots = {v for v in self.takes if differentiates and record.needs_gradient(v, start)}
         self.gives = () if self.last else record.crossing(stop).values
         ends = record.output_values if self.last else set(self.gives)
         free = {i for i, event in enumerate(record.events) if event.free}
@@ -203,6 +205,7 @@ class Slice:
         """
         values: dict[Key, Any] = {weight: self._lookup.weight(weight) for weight in self._read}
         values.update(zip(self.takes, received, strict=True))
+        values.update((value, _with_graph(values[value])) for value in self._roots)
         for i in self.needs:
             assert leaves is not None, "this slice needs inputs of the model"
             values[self._record.inputs[i]] = leaves[i].clone() if i in self._copied else leaves[i]
@@ -244,6 +247,12 @@ class Slice:
         if isinstance(leaf, torch.device):
             return self._device or leaf
         return leaf.tensor if isinstance(leaf, Constant) else leaf
+
+
+def _with_graph(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same numbers from which a graph begins, and which may be written to."""
+    with torch.enable_grad():
+        return tensor.detach().requires_grad_().clone()
 
 
 def _is_value(leaf: Any) -> bool:

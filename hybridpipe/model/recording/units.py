@@ -6,6 +6,7 @@ Invariant: no unit holds another, and the choice depends on the model alone, nev
 
 from collections.abc import Collection
 
+import torch
 from torch import nn
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -18,8 +19,9 @@ def units_of(model: nn.Module, opened: Collection[str] = (), share: float = 1.0)
 
     A module is opened, so that its children become units, if it is a container, if most of its parameters
     stand in lists of several children, if it has more than `share` of the model's parameters, or if
-    `opened` names it. An opened module without children becomes glue, as do modules without parameters
-    that neither draw random numbers, keep statistics nor have hooks.
+    `opened` names it. TorchScript is not, as Python does not call its children. An opened module without
+    children becomes glue, as do modules without parameters that neither draw random numbers, keep
+    statistics nor have hooks.
 
     Args:
         opened: paths of further modules to open.
@@ -32,7 +34,7 @@ def units_of(model: nn.Module, opened: Collection[str] = (), share: float = 1.0)
     def visit(path: str, module: nn.Module) -> None:
         size = sizes[id(module)]
         large = size > share * sizes[id(model)] or 2 * _listed(module, sizes) > size
-        has_children = any(True for _ in module.children())
+        has_children = any(True for _ in module.children()) and not isinstance(module, torch.jit.ScriptModule)
         if path in opened or (has_children and (path == "" or type(module) in CONTAINERS or large)):
             for name, child in module.named_children():
                 visit(f"{path}.{name}".lstrip("."), child)

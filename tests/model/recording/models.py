@@ -480,3 +480,37 @@ class ClampsParameter(Base):
         for block in self.blocks:
             x = block(x)
         return self.head(x * self.scale)
+
+
+class Forces(Base):
+    """Returns the derivative of an energy by what the first block returns, which later blocks use."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = self.blocks[0](self.enter(x))
+            moved = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.blocks[1](moved).square().sum()
+            (force,) = torch.autograd.grad(energy, moved, create_graph=True)
+        return self.head(self.blocks[2](x - 0.1 * force))
+
+
+class ForcesOfInputs(Base):
+    """Returns the derivative of an energy by what follows from the inputs alone."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            places = (x * 2).requires_grad_()
+            energy = self.blocks[0](self.enter(places)).sum()
+            (force,) = torch.autograd.grad(energy, places, create_graph=True)
+        return self.head(self.blocks[1](self.enter(x + force)))
+
+
+class GradientPenalty(Base):
+    """Uses the derivative of a sum by a weight."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = self.enter(x)
+            total = self.blocks[0](x).sum()
+            (slope,) = torch.autograd.grad(total, self.blocks[0][0].weight, create_graph=True)
+        return self.head(self.blocks[1](x * slope.mean(0)))

@@ -31,6 +31,8 @@ REFUSED = [
     (refused.Maps, "vmap or grad outside the units (call it inside a module)"),
     (refused.BoundBefore, "a tensor got its gradient out of sight"),
     (refused.Scripted, "a tensor that was made out of sight"),
+    (refused.Backwards, "backward in the forward (use torch.autograd.grad)"),
+    (refused.BackwardsByFunction, "backward in the forward (use torch.autograd.grad)"),
     (refused.SetsData, "set data, on a parameter or buffer"),
     (refused.HidesWeightInCheckpoint, "uses blocks.0.0.weight out of sight (use_reentrant=False)"),
     (refused.NumberFromUnit, "returns a shape or a number that follows from data"),

@@ -38,7 +38,15 @@ RIGHT_EVERYWHERE = [
     models.Normalised,
     models.Routed,
 ]
-RIGHT_WHERE_ALLOWED = [models.Assigned, models.NormTwice, models.AliasFromUnit, models.ClampsParameter]
+RIGHT_WHERE_ALLOWED = [
+    models.Assigned,
+    models.NormTwice,
+    models.AliasFromUnit,
+    models.ClampsParameter,
+    models.Forces,
+    models.ForcesOfInputs,
+    models.GradientPenalty,
+]
 
 
 def prepared(kind):

@@ -2,7 +2,7 @@
 
 Every rank compares after every minibatch the loss and what it holds: parameters, whose differences are
 gradients, and buffers. Then evaluation and the whole state. Usage: any_model.py NUMBERS MODEL..., where a
-model is "everything", "unshared" or one of zoo.py, and the numbers, such as 0,2,4, are those of KINDS.
+model is "everything", "unshared", "forces" or one of zoo.py, and the numbers, such as 0,2,4, are of KINDS.
 """
 
 import sys
@@ -23,6 +23,7 @@ from tests import zoo
 from tests.model import everything
 from tests.model.asynchronous_process import AsynchronousProcess
 from tests.model.one_process import OneProcess, count, take
+from tests.model.recording.models import Forces
 
 RATE, WORLD = 0.1, MPI.COMM_WORLD
 
@@ -85,6 +86,9 @@ def subject(name: str) -> Subject:
             (*everything.batch(size, length, seed=length), 3) for size, length in ((8, 6), (5, 9), (1, 4))
         ]
         return Subject(name, everything.Everything(name == "everything").double(), everything.loss, batches)
+    if name == "forces":
+        batches = [(torch.randn(size, 20).double(), torch.randint(5, (size,)), 3) for size in (8, 5, 1)]
+        return Subject(name, Forces().double(), nn.functional.cross_entropy, batches)
     case = zoo.case_of(name)
     batches = [(inputs, targets, 3) for inputs, targets, _ in zoo.minibatches(name)]
     return Subject(name, case.model, case.loss, batches, zoo.tolerance(name))
