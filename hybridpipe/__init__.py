@@ -1,21 +1,21 @@
 """Pipeline and data parallelism for PyTorch, planned from measurements, over MPI and Horovod.
 
-Importing the package imports neither torch nor MPI; names that need them are imported on first access.
+Importing the package imports nothing else: its names are imported on first access.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hybridpipe.errors import suggesting
-from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.plan import Plan, StageSpec
-from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.version import __version__
 
 if TYPE_CHECKING:
     from hybridpipe.checkpoint.policy import Checkpointing
     from hybridpipe.health.preemption import Preempted
     from hybridpipe.optim.nonfinite import NotFinite
+    from hybridpipe.planning.cluster import Cluster
+    from hybridpipe.planning.plan import Plan, StageSpec
+    from hybridpipe.planning.profile import LayerProfile, ModelProfile
     from hybridpipe.training.callbacks import Callback
     from hybridpipe.training.metrics import MinibatchRecord
     from hybridpipe.training.trainer import Trainer
@@ -37,9 +37,14 @@ __all__ = [
 _LATER = {  # loaded at the first use, from these modules
     "Callback": "training.callbacks",
     "Checkpointing": "checkpoint.policy",
+    "Cluster": "planning.cluster",
+    "LayerProfile": "planning.profile",
     "MinibatchRecord": "training.metrics",
+    "ModelProfile": "planning.profile",
     "NotFinite": "optim.nonfinite",
+    "Plan": "planning.plan",
     "Preempted": "health.preemption",
+    "StageSpec": "planning.plan",
     "Trainer": "training.trainer",
 }
 

@@ -26,8 +26,7 @@ from hybridpipe.cli.values import (
     zero,
 )
 from hybridpipe.launch.batch import NOTICE_SECONDS
-from hybridpipe.planning.checks import AUTO_SYNC, BACKENDS
-from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
+from hybridpipe.planning.checks import AUTO_SYNC, BACKENDS, COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES
 
 Command = Callable[[str, str], argparse.ArgumentParser]  # adds a command: its name, its help
