@@ -322,6 +322,7 @@ def _launch(options: argparse.Namespace) -> int:
             max_restarts=options.max_restarts,
             min_ranks=options.min_ranks or ranks,
             deadline_seconds=options.deadline,
+            requeue=options.requeue,
         )
     )
 

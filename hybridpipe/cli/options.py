@@ -257,6 +257,11 @@ def add_launch(command: Command) -> None:
         metavar="SECONDS",
         help="time to save a checkpoint after a signal to stop; default: 100",
     )
+    launch.add_argument(
+        "--requeue",
+        action="store_true",
+        help="return the Slurm job to the queue when it was asked to stop, and can continue",
+    )
     _add_command(launch)
 
 
