@@ -264,8 +264,8 @@ def run(
         UserError: there is no mpirun, or a variable cannot be read.
     """
     env = dict(os.environ if env is None else env)
-    if stderr is None and sys.stderr.isatty():  # ranks cannot find out, as they write to mpirun
-        env["HYBRIDPIPE_TERMINAL"] = "1"
+    if stderr is None:
+        env |= terminal()
     argv, added = mpirun_command(num_ranks, command, env)
     job = start(argv, env | added, cwd=cwd, stdout=stdout, stderr=stderr)
     process = job.process
@@ -291,6 +291,13 @@ def run(
         else:
             print(message, end="", file=sys.stderr)
     return subprocess.CompletedProcess(argv, TIMED_OUT if timed_out else process.returncode, out, err)
+
+
+def terminal() -> dict[str, str]:
+    """Return variables that tell ranks of this process's terminal, as what they write goes to mpirun."""
+    if not sys.stderr.isatty():
+        return {}
+    return {"HYBRIDPIPE_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
 
 
 @contextlib.contextmanager

@@ -233,8 +233,7 @@ def _attempt(options: LaunchOptions, number: int, stop: Stop) -> tuple[restarts.
     except OSError as error:
         raise UserError(f"{options.out}: cannot be written: {error.strerror}") from None
     env = {**os.environ, exit_report.DIRECTORY: str(reports), exit_report.ATTEMPT: str(number)}
-    if sys.stderr.isatty():
-        env["HYBRIDPIPE_TERMINAL"] = "1"
+    env |= mpirun.terminal()
     try:
         argv, env = _command(options, [*MARKED, *mpirun.with_path([*options.program, *options.words])], env)
         job = mpirun.start(argv, env)
