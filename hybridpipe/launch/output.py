@@ -15,11 +15,10 @@ RULE = b"-" * 74 + b"\n"  # above and below what Open MPI tells
 # The first line below the rule. Other boxes, such as warnings, pass.
 ENDS = re.compile(rb"(prterun|mpirun) (noticed|detected|has exited)|MPI_ABORT was invoked|Primary job ")
 LONGEST = 40  # lines of a box
-# Open MPI 4 and 5, and srun: which rank was lost, and where. What srun kills itself is none.
+# Open MPI 4 and 5, and srun: which rank was lost, and where. srun kills the others of a failed one, too.
 LOST = re.compile(
     rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on\s+signal"
-    rb"|^srun: error: (?P<node>\S+): task (?P<task>\d+): (Killed|Segmentation|Bus|Aborted|Illegal|Floating)"
-    rb"|^srun: (Job step aborted|Terminating)|^slurmstepd.* CANCELLED",
+    rb"|^srun: error: (?P<node>\S+): task (?P<task>\d+): (Killed|Segmentation|Bus|Aborted|Illegal|Floating)",
     re.M,
 )
 HELD_SECONDS = 0.2  # for the line after a rule, which may be a rank's own
@@ -49,7 +48,7 @@ class Output:
             return ""
         found = {name: value.decode() for name, value in self._lost.groupdict(b"").items()}
         rank, host = found["rank"] or found["task"], found["host"] or found["node"]
-        return f"rank {rank} on host {host}" if host else ""
+        return f"rank {rank} on host {host}"
 
     def _copy(self) -> None:
         descriptor = self._source.fileno()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from hybridpipe.health.exit_report import PREEMPTED, Outcome
 
 MISTAKE = 2
+PEER_LOST = 14  # of a rank whose Open MPI has lost another; srun returns it in place of 137
 NOT_TOLD = "no rank reported why: see its output above"
 # A rank that a signal killed reports nothing, and its peers then report consequences, not the cause. ALRM is
 # not listed: a rank whose MPI_Abort hangs has reported, and then ends itself by that signal.
@@ -61,7 +62,7 @@ def attempt(
         return Attempt(ranks, first.code, first.cause, first.error, first.step, has_begun)
     if outcomes and not failures:
         return Attempt(ranks, PREEMPTED, outcomes[0].cause, "", outcomes[0].step, has_begun)
-    if code in LOST or (code and lost):  # srun may return the code of a rank that another's loss has ended
+    if code in LOST or (code == PEER_LOST and lost):
         who = "a rank was lost" if returncode > 0 else "the launcher was ended"
         which = f" ({lost})" if lost else ""
         return Attempt(ranks, code, f"{who}: {LOST.get(code, 'killed')}{which}", has_begun=has_begun)

@@ -75,21 +75,8 @@ def test_a_line_that_is_not_ended_passes_at_once(capfdbinary):
     output.close()
 
 
-@pytest.mark.parametrize(
-    "text, lost",
-    [
-        (
-            f"srun: error: h2: task 1: Killed\nsrun: Job step aborted: Waiting\n{ALSO_KILLED}",
-            "rank 1 on host h2",
-        ),
-        (f"srun: Job step aborted: Waiting\n{ALSO_KILLED}", ""),  # by srun itself
-        ("srun: error: h2: task 3: Segmentation fault\n", "rank 3 on host h2"),
-        (
-            f"srun: error: h2: task 1: Exited with exit code 4\nsrun: Terminating StepId=1.0\n{ALSO_KILLED}",
-            "",
-        ),
-    ],
-)
-def test_srun_says_which_task_was_killed(copied, text, lost):
+@pytest.mark.parametrize("reason", ["Killed", "Segmentation fault"])
+def test_srun_says_which_task_was_lost_first(copied, reason):
+    text = f"srun: Job step aborted: Waiting\nsrun: error: h2: task 1: {reason}\n{ALSO_KILLED}"
     passed, output = copied(text)
-    assert (passed, output.lost()) == (text, lost)
+    assert (passed, output.lost()) == (text, "rank 1 on host h2")
