@@ -47,12 +47,12 @@ _LATER = {  # loaded at the first use, from these modules
     "StageSpec": "planning.plan",
     "Trainer": "training.trainer",
 }
-
-for _kind in (Plan, StageSpec):  # here, as planning knows nobody
-    suggesting(_kind)
+_SUGGESTING = "Plan", "StageSpec"  # here, as planning knows nobody
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
-        return getattr(import_module(f"hybridpipe.{_LATER[name]}"), name)
+        found = getattr(import_module(f"hybridpipe.{_LATER[name]}"), name)
+        globals()[name] = suggesting(found) if name in _SUGGESTING else found  # once
+        return found
     raise AttributeError(f"module 'hybridpipe' has no attribute {name!r}")
