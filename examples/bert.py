@@ -19,7 +19,7 @@ import hybridpipe
 try:
     from transformers import BertConfig, BertForSequenceClassification
 except ImportError as error:
-    sys.exit(f"bert.py needs transformers: pip install 'hybridpipe[examples]' ({error})")
+    sys.exit(f"bert.py needs transformers: pip install transformers ({error})")
 
 LONGEST = 80  # characters
 

@@ -14,7 +14,7 @@ import hybridpipe
 try:
     from transformers import GPT2Config, GPT2LMHeadModel
 except ImportError as error:
-    sys.exit(f"gpt2.py needs transformers: pip install 'hybridpipe[examples]' ({error})")
+    sys.exit(f"gpt2.py needs transformers: pip install transformers ({error})")
 
 
 def model(n_layer: int = 4, n_embd: int = 128, n_head: int = 4, n_positions: int = 64) -> GPT2LMHeadModel:

@@ -1,21 +1,21 @@
 """Pipeline and data parallelism for PyTorch, planned from measurements, over MPI and Horovod.
 
-Importing the package imports neither torch nor MPI; names that need them are imported on first access.
+Importing the package imports nothing else: its names are imported on first access.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hybridpipe.errors import suggesting
-from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.plan import Plan, StageSpec
-from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.version import __version__
 
 if TYPE_CHECKING:
     from hybridpipe.checkpoint.policy import Checkpointing
     from hybridpipe.health.preemption import Preempted
     from hybridpipe.optim.nonfinite import NotFinite
+    from hybridpipe.planning.cluster import Cluster
+    from hybridpipe.planning.plan import Plan, StageSpec
+    from hybridpipe.planning.profile import LayerProfile, ModelProfile
     from hybridpipe.training.callbacks import Callback
     from hybridpipe.training.metrics import MinibatchRecord
     from hybridpipe.training.trainer import Trainer
@@ -37,17 +37,22 @@ __all__ = [
 _LATER = {  # loaded at the first use, from these modules
     "Callback": "training.callbacks",
     "Checkpointing": "checkpoint.policy",
+    "Cluster": "planning.cluster",
+    "LayerProfile": "planning.profile",
     "MinibatchRecord": "training.metrics",
+    "ModelProfile": "planning.profile",
     "NotFinite": "optim.nonfinite",
+    "Plan": "planning.plan",
     "Preempted": "health.preemption",
+    "StageSpec": "planning.plan",
     "Trainer": "training.trainer",
 }
-
-for _kind in (Plan, StageSpec):  # here, as planning knows nobody
-    suggesting(_kind)
+_SUGGESTING = "Plan", "StageSpec"  # here, as planning knows nobody
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
-        return getattr(import_module(f"hybridpipe.{_LATER[name]}"), name)
+        found = getattr(import_module(f"hybridpipe.{_LATER[name]}"), name)
+        globals()[name] = suggesting(found) if name in _SUGGESTING else found  # once
+        return found
     raise AttributeError(f"module 'hybridpipe' has no attribute {name!r}")

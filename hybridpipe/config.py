@@ -20,6 +20,7 @@ from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import (
     AUTO_SYNC,
     BACKENDS,
+    NO_COMPRESSION,
     ON_NONFINITE,
     PRECISIONS,
     non_negative_int,
@@ -27,7 +28,7 @@ from hybridpipe.planning.checks import (
     positive,
     positive_int,
 )
-from hybridpipe.planning.cluster import NO_COMPRESSION, check_compression
+from hybridpipe.planning.cluster import check_compression
 from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.units import memory_bytes
 

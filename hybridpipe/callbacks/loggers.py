@@ -145,7 +145,7 @@ class MLflowLogger(Logger):
 
     def begin(self, settings: Mapping[str, str | int | float]) -> None:
         """Start a run, or use the active one."""
-        self._mlflow = _loaded("mlflow", "mlflow")
+        self._mlflow = _loaded("mlflow", "mlflow-skinny")
         self._owns_run = self._mlflow.active_run() is None
         if self._owns_run:
             self._mlflow.start_run()
@@ -176,8 +176,8 @@ def make_loggers(names: Iterable[str], folder: Path, every: int) -> list[Logger]
     return [made[name]() for name in names]
 
 
-def _loaded(module: str, extra: str) -> Any:
-    """Return a module that an extra of the package brings.
+def _loaded(module: str, package: str) -> Any:
+    """Return a module that another package brings.
 
     Raises:
         UserError: it is not installed.
@@ -186,4 +186,4 @@ def _loaded(module: str, extra: str) -> Any:
         return import_module(module)
     except ImportError as error:
         why = str(error).splitlines()[0]
-        raise UserError(f"{module} cannot be imported ({why}): pip install 'hybridpipe[{extra}]'") from error
+        raise UserError(f"{module} cannot be imported ({why}): pip install {package}") from error

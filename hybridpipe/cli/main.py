@@ -23,7 +23,7 @@ from hybridpipe.cli.options import COMMANDS
 from hybridpipe.environment import launched_rank
 from hybridpipe.errors import REMEDIES, UserError, suggest
 from hybridpipe.health import exit_report, preemption
-from hybridpipe.planning.cluster import NO_COMPRESSION, Cluster
+from hybridpipe.planning.checks import NO_COMPRESSION
 from hybridpipe.planning.schedules.registry import TRAITS
 from hybridpipe.version import __version__
 
@@ -162,6 +162,8 @@ def _probe(options: argparse.Namespace) -> int:
     from hybridpipe.files import write_json
 
     if options.flat is not None:
+        from hybridpipe.planning.cluster import Cluster
+
         try:
             write_json(options.out, Cluster.flat(options.flat, options.bandwidth, options.latency))
         except ValueError as error:
@@ -320,6 +322,7 @@ def _launch(options: argparse.Namespace) -> int:
             max_restarts=options.max_restarts,
             min_ranks=options.min_ranks or ranks,
             deadline_seconds=options.deadline,
+            requeue=options.requeue,
         )
     )
 

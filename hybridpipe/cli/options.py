@@ -26,8 +26,7 @@ from hybridpipe.cli.values import (
     zero,
 )
 from hybridpipe.launch.batch import NOTICE_SECONDS
-from hybridpipe.planning.checks import AUTO_SYNC, BACKENDS
-from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
+from hybridpipe.planning.checks import AUTO_SYNC, BACKENDS, COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES
 
 Command = Callable[[str, str], argparse.ArgumentParser]  # adds a command: its name, its help
@@ -257,6 +256,11 @@ def add_launch(command: Command) -> None:
         default=100.0,
         metavar="SECONDS",
         help="time to save a checkpoint after a signal to stop; default: 100",
+    )
+    launch.add_argument(
+        "--requeue",
+        action="store_true",
+        help="return the Slurm job to the queue when it was asked to stop, and can continue",
     )
     _add_command(launch)
 

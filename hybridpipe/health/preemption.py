@@ -85,8 +85,17 @@ def listen() -> None:
     for signum in SIGNALS:
         signal.signal(signum, _note)
         signal.siginterrupt(signum, False)  # system calls of any library are resumed
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by __main__
     state.listening, state.stop_requested = True, state.noted
+    atexit.unregister(_ignore)
+    atexit.register(_ignore)
     exit_report.up()
+
+
+def _ignore() -> None:
+    """Ignore USR1 while the process ends: Python then takes its handlers away, and the signal would kill."""
+    if exit_report.has_supervisor():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _note(_signum: int, _frame: object) -> None:

@@ -11,17 +11,15 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 NOTICE_SECONDS = 120
-ALIVE = """launch=$!
-trap 'kill -USR1 $launch' USR1 TERM
-code=0; wait $launch || code=$?
-while kill -0 $launch 2>/dev/null; do code=0; wait $launch || code=$?; done   # a trap ends a wait
-
-# A job that was cancelled, or is being requeued already, stays so.
-if [ $code = 75 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
-  echo "$(date '+%F %T') job $SLURM_JOB_ID returns to the queue, and starts again by itself"
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit $code"""
+# The process that Slurm sends its notice to becomes the supervisor, which until it listens ignores it.
+EXEC = """trap '' USR1
+exec """
+ASKED = """trap 'asked=1' USR1
+asked="""
+ASKED_ALREADY = """if [ $asked ]; then
+  echo "$(date '+%F %T') the notice came before training began: the job returns to the queue"
+  scontrol requeue "$SLURM_JOB_ID"; exit 75
+fi"""
 # The log goes on for days, and the clock in its lines has no date.
 START = "start $((${SLURM_RESTART_COUNT:-0} + 1)), on ${SLURM_JOB_NODELIST:-}"
 BEGIN = f"""echo "$(date '+%F %T') job ${{SLURM_JOB_ID:-}}, {START}\""""
@@ -30,11 +28,11 @@ EXAMPLE_ABOUT = """\
 #   sbatch launch/slurm.sbatch examples/digits.toml --plan auto --out runs/digits
 #   sbatch launch/slurm.sbatch -- python train.py                      a script with fit(..., resume="auto")
 #   sbatch --ntasks-per-node=4 --cpus-per-task=16 --gpus-per-task=1 launch/slurm.sbatch CONFIG     4 GPUs
-#   sbatch --nodes=4 --signal=B:USR1@120 --export=ALL,LAUNCHER=mpirun launch/slurm.sbatch CONFIG
+#   sbatch --nodes=4 --export=ALL,LAUNCHER=mpirun launch/slurm.sbatch CONFIG
 # `srun -N 2 -n 4 --mpi=pmix .venv/bin/python -m hybridpipe doctor` checks the cluster (on Debian, Slurm's
 # pmix plugin needs the package libpmix-dev on every node). `hybridpipe slurm` writes a script for one job.
 #
-# With mpirun only this script may get the signal (B:), which would kill mpirun's daemons on the other hosts.
+# Only this script may get the signal (B:): mpirun's daemons would die of it, and starting ranks miss it.
 # MAX_RESTARTS: 3 by default; with MIN_RANKS (and sbatch --no-kill) also on the hosts that are left."""
 EXAMPLE_SETUP = """set -euo pipefail
 
@@ -42,7 +40,7 @@ python=${PYTHON:-$PWD/.venv/bin/python}   # Slurm runs a copy of this script, in
 [ -x "$python" ] || python=$(type -P python)
 if [ "${1:-}" = -- ]; then shift; else set -- train "$@" --resume auto; fi"""
 EXAMPLE_LAUNCH = """--launcher "${LAUNCHER:-srun}" --max-restarts "${MAX_RESTARTS:-3}" \\
-  ${MIN_RANKS:+--min-ranks "$MIN_RANKS"} -- "$@" """.rstrip()
+  ${MIN_RANKS:+--min-ranks "$MIN_RANKS"} --requeue -- "$@" """.rstrip()
 
 
 @dataclass(frozen=True)
@@ -124,20 +122,19 @@ def script(batch: Batch, made_by: Sequence[str] = ()) -> str:
 def example() -> str:
     """Text of launch/slurm.sbatch, which takes a config and more when it is submitted."""
     batch = Batch(("hybridpipe",), nodes=2, ntasks_per_node=2, time="01:00:00")
-    launch = f'"$python" -m hybridpipe launch {EXAMPLE_LAUNCH} &'
+    launch = f'{EXEC}"$python" -m hybridpipe launch {EXAMPLE_LAUNCH}'
     return _assembled(batch, [EXAMPLE_ABOUT, "#", _about(batch)], [EXAMPLE_SETUP], [launch])
 
 
 def _assembled(batch: Batch, about: Sequence[str], setup: Sequence[str], launch: Sequence[str]) -> str:
     shell = "#!/bin/bash -l" if batch.modules else "#!/usr/bin/env bash"  # a login shell knows `module`
     options = [f"#SBATCH {option}" for option in _options(batch)]
-    return "\n".join([shell, *options, *about, *setup, BEGIN, "", *launch, ALIVE, ""])
+    return "\n".join([shell, *options, *about, *setup, BEGIN, "", *launch, ""])
 
 
 def _options(batch: Batch) -> Iterator[str]:
     """Yield the options of sbatch."""
     output = f"{batch.name}-%j.log" if batch.output is None else batch.output
-    to_script = "B:" if batch.launcher == "mpirun" else ""
     given = {
         "job-name": batch.name,
         "nodes": batch.nodes,
@@ -151,7 +148,7 @@ def _options(batch: Batch) -> Iterator[str]:
         "output": output,
         "open-mode": "append",  # a requeued job continues its file
         "requeue": "",
-        "signal": f"{to_script}USR1@{batch.notice_seconds}",
+        "signal": f"B:USR1@{batch.notice_seconds}",
     }
     for name, value in given.items():
         if value is not None:
@@ -160,11 +157,11 @@ def _options(batch: Batch) -> Iterator[str]:
 
 
 def _about(batch: Batch) -> str:
-    to = "this script, which passes it on" if batch.launcher == "mpirun" else "the ranks"
     return f"""\
-# Slurm sends USR1 {batch.notice_seconds} seconds before the time limit to {to}. The ranks save, and stop
-# with exit code 75, as when the job is preempted or requeued. The job returns to the queue and resumes from
-# its last good checkpoint. After the loss of a rank it is restarted at once, within the job."""
+# Slurm sends USR1 {batch.notice_seconds} seconds before the time limit to `hybridpipe launch`, which this
+# script becomes, and which passes it on once every rank listens. The ranks save, and stop with code 75, as
+# when the job is preempted or requeued. The job returns to the queue and resumes from its last good
+# checkpoint. After the loss of a rank it is restarted at once, within the job."""
 
 
 def _setup(batch: Batch) -> Iterator[str]:
@@ -182,12 +179,14 @@ def _launch(batch: Batch) -> Iterator[str]:
     base = f'"$python" -m hybridpipe launch --launcher {batch.launcher}'
     deadline = batch.notice_seconds * 5 // 6
     yield "# What is missing on these hosts is told before training begins; not again after a requeue."
+    yield ASKED
     yield 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then'
     yield f"  {base} -- {shlex.join(_of_ranks(batch, ('hybridpipe', 'doctor')))}"
     yield "fi"
+    yield ASKED_ALREADY
     yield ""
-    yield f"{base} --max-restarts {batch.max_restarts} --deadline {deadline} \\"
-    yield f"  -- {shlex.join(_of_ranks(batch, _resuming(batch.command)))} &"
+    yield f"{EXEC}{base} --max-restarts {batch.max_restarts} --deadline {deadline} --requeue \\"
+    yield f"  -- {shlex.join(_of_ranks(batch, _resuming(batch.command)))}"
 
 
 def _resuming(command: tuple[str, ...]) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from hybridpipe.environment import num_cores
 from hybridpipe.errors import UserError
+from hybridpipe.launch.output import Output
 
 # Every process of a job inherits this variable, and processes that still have it at the end are killed.
 # Process groups do not suffice, as mpirun gives every rank its own session. On other hosts mpirun's daemons
@@ -180,11 +181,13 @@ class Job:
         process: the launcher.
         token: value of $HYBRIDPIPE_JOB in every process of the job.
         scratch: the launcher's folder for temporary files.
+        output: its standard error on the way to this process's; None if it goes elsewhere.
     """
 
     process: subprocess.Popen[str]
     token: str
     scratch: Path
+    output: Output | None
 
     def left(self) -> list[int]:
         """Process ids of the job's remaining processes."""
@@ -205,6 +208,8 @@ class Job:
         if self.process.poll() is None:  # a system without /proc
             self.process.kill()
         self.process.wait()
+        if self.output is not None:
+            self.output.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
@@ -225,13 +230,17 @@ def start(
     env = {**env, TOKEN: token, "PRTE_MCA_prte_local_tmpdir_base": str(scratch)}
     try:
         process = subprocess.Popen(
-            argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+            argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout,
+            stderr=subprocess.PIPE if stderr is None else stderr,
             text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
     except OSError:
         scratch.rmdir()
         raise
-    return Job(process, token, scratch)
+    output = None
+    if stderr is None and process.stderr is not None:
+        output, process.stderr = Output(process.stderr), None
+    return Job(process, token, scratch, output)
 
 
 def run(
@@ -255,8 +264,8 @@ def run(
         UserError: there is no mpirun, or a variable cannot be read.
     """
     env = dict(os.environ if env is None else env)
-    if stderr is None and sys.stderr.isatty():  # ranks cannot find out, as they write to mpirun
-        env["HYBRIDPIPE_TERMINAL"] = "1"
+    if stderr is None:
+        env |= terminal()
     argv, added = mpirun_command(num_ranks, command, env)
     job = start(argv, env | added, cwd=cwd, stdout=stdout, stderr=stderr)
     process = job.process
@@ -271,15 +280,24 @@ def run(
                 out, err = process.communicate()
     finally:
         job.end()
+        if job.output is not None:
+            sys.stderr.write(job.output.boxes())
     if received:
         raise SystemExit(process.returncode if process.returncode > 0 else 128 + received[0])
     if timed_out:
-        message = f"launcher: ended after the time limit of {timeout_seconds:g} s: {' '.join(command)}\n"
+        message = f"hybridpipe: ended after the time limit of {timeout_seconds:g} s: {' '.join(command)}\n"
         if err is not None:
             err += message
         else:
             print(message, end="", file=sys.stderr)
     return subprocess.CompletedProcess(argv, TIMED_OUT if timed_out else process.returncode, out, err)
+
+
+def terminal() -> dict[str, str]:
+    """Return variables that tell ranks of this process's terminal, as what they write goes to mpirun."""
+    if not sys.stderr.isatty():
+        return {}
+    return {"HYBRIDPIPE_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
 
 
 @contextlib.contextmanager
@@ -321,7 +339,7 @@ def main(arguments: Sequence[str]) -> int:
             try:
                 return run(int(num_ranks), arguments[2:]).returncode
             except UserError as error:
-                print(f"launcher: {error}", file=sys.stderr)
+                print(f"hybridpipe: {error}", file=sys.stderr)
         case _:
             print("usage: python -m hybridpipe.launch.mpirun NUM_RANKS -- COMMAND...", file=sys.stderr)
     return 2

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from hybridpipe.health.exit_report import PREEMPTED, Outcome
 
 MISTAKE = 2
+PEER_LOST = 14  # of a rank whose Open MPI has lost another; srun returns it in place of 137
+NOT_TOLD = "no rank reported why: see its output above"
 # A rank that a signal killed reports nothing, and its peers then report consequences, not the cause. ALRM is
 # not listed: a rank whose MPI_Abort hangs has reported, and then ends itself by that signal.
 LOST = {132: "SIGILL", 134: "SIGABRT", 135: "SIGBUS", 136: "SIGFPE", 137: "SIGKILL", 139: "SIGSEGV"}
@@ -39,13 +41,19 @@ class Attempt:
 
 
 def attempt(
-    returncode: int, outcomes: Sequence[Outcome], ranks: int, has_begun: bool, has_started: bool = True
+    returncode: int,
+    outcomes: Sequence[Outcome],
+    ranks: int,
+    has_begun: bool,
+    has_started: bool = True,
+    lost: str = "",
 ) -> Attempt:
     """Judge an attempt by the launcher's return code and the ranks' outcomes, earliest first.
 
     Args:
         has_begun: a rank was up, or reported its errors.
         has_started: the launcher has started a process, whatever that does.
+        lost: the rank that the launcher saw being killed, if any.
     """
     code = 128 - returncode if returncode < 0 else returncode
     failures = [outcome for outcome in outcomes if outcome.code != PREEMPTED]
@@ -54,13 +62,13 @@ def attempt(
         return Attempt(ranks, first.code, first.cause, first.error, first.step, has_begun)
     if outcomes and not failures:
         return Attempt(ranks, PREEMPTED, outcomes[0].cause, "", outcomes[0].step, has_begun)
-    if code in LOST:
+    if code in LOST or (code == PEER_LOST and lost):
         who = "a rank was lost" if returncode > 0 else "the launcher was ended"
-        return Attempt(ranks, code, f"{who}: {LOST[code]}", has_begun=has_begun)
+        which = f" ({lost})" if lost else ""
+        return Attempt(ranks, code, f"{who}: {LOST.get(code, 'killed')}{which}", has_begun=has_begun)
     if code == 0 and not has_started:  # srun that could launch no task (Slurm 22.05)
         return Attempt(ranks, 1, "the launcher ended with exit code 0, but started no rank", has_begun=False)
-    why = "no rank reported why: see its output above"
-    cause = "" if code == 0 else f"the launcher ended with exit code {code}; {why}"
+    cause = "" if code == 0 else f"the launcher ended with exit code {code}; {NOT_TOLD}"
     return Attempt(ranks, code, cause, has_begun=has_begun)
 
 

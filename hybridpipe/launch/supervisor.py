@@ -20,7 +20,7 @@ from pathlib import Path
 from hybridpipe.checkpoint.directory import checkpoints
 from hybridpipe.errors import UserError
 from hybridpipe.health import exit_report
-from hybridpipe.launch import mpirun, restarts
+from hybridpipe.launch import mpirun, restarts, slurm
 
 # Signals to stop: users, batch systems and shells send different ones. mpirun itself would kill the ranks two
 # seconds after a TERM, too soon to save.
@@ -36,9 +36,12 @@ POLL_SECONDS = 0.05
 PROGRAM = (sys.executable, "-m", "hybridpipe")
 # What `train` is given to resume. A script resumes by itself, if at all.
 RESUME = ("--resume", "auto")
+NOT_UP = "the job was asked to stop before its ranks were up"
+LAUNCHER_LOG = "launcher.log"  # in OUT: what the launcher told of ends that ranks have told better
 SCRIPT_RESUMES = 'a script resumes with fit(checkpoint=..., resume="auto")'
 # srun of Slurm 22.05 returned 0 when it could launch no task: what runs leaves a mark.
-_MARK = f'true 2>/dev/null >"${exit_report.DIRECTORY}/{exit_report.STARTED}"; exec "$@"'
+# And a rank that has not begun to listen ignores USR1, of which it would die: Slurm sends it at any time.
+_MARK = f'trap "" USR1; true 2>/dev/null >"${exit_report.DIRECTORY}/{exit_report.STARTED}"; exec "$@"'
 MARKED = ("/bin/sh", "-c", _MARK, "sh")
 
 
@@ -60,6 +63,7 @@ class LaunchOptions:
         resumes: True if the command resumes by itself: checkpoints in the folder are this training's.
         resume_words: further words with which a restart resumes.
         program: the command before `words`.
+        requeue: return the Slurm job to the queue where it can continue.
     """
 
     words: tuple[str, ...]
@@ -75,6 +79,7 @@ class LaunchOptions:
     resumes: bool = False
     resume_words: tuple[str, ...] = RESUME
     program: tuple[str, ...] = PROGRAM
+    requeue: bool = False
 
 
 class Stop:
@@ -104,7 +109,7 @@ def places(
     """
     if "SLURM_JOB_ID" in env and not hosts:
         ranks = ranks or mpirun.count_of("SLURM_NTASKS", env)
-        names = _hosts_of_slurm(env)
+        names = slurm.hosts(env)
         hosts = {name: -(-ranks // len(names)) for name in names}
     ranks = ranks or sum(hosts.values())
     if not ranks:
@@ -112,14 +117,6 @@ def places(
     if hosts and sum(hosts.values()) < ranks:
         raise UserError(f"launch: --ranks must be <= the {sum(hosts.values())} ranks of --hosts, got {ranks}")
     return ranks, hosts
-
-
-def _hosts_of_slurm(env: Mapping[str, str]) -> list[str]:
-    show = ["scontrol", "show", "hostnames", env.get("SLURM_JOB_NODELIST", "")]
-    try:
-        return subprocess.run(show, capture_output=True, text=True).stdout.split()
-    except FileNotFoundError:  # in a container; srun, if present, finds its hosts itself
-        return []
 
 
 def of_script(command: Sequence[str], name: str = "launch") -> LaunchOptions:
@@ -179,7 +176,9 @@ def supervise(options: LaunchOptions) -> int:
                     following = replace(following, words=(*following.words, *options.resume_words))
                 start = "the last good checkpoint" if has_saved else _anew(options)
                 _say(f"attempt {len(attempts) - 1}: {ended.cause}; restarting from {start}")
-    _report(attempts, why or f"--min-ranks is {options.min_ranks}", options)
+        _report(attempts, why or f"--min-ranks is {options.min_ranks}", options)
+        if options.requeue and attempts[-1].code == exit_report.PREEMPTED and slurm.requeue(os.environ):
+            _say("the job returns to the queue, and starts again by itself")
     return attempts[-1].code
 
 
@@ -215,6 +214,7 @@ def _stop_signals() -> Iterator[Stop]:
     stop = Stop()
     ignored = {each for each in UNLESS_IGNORED if signal.getsignal(each) == signal.SIG_IGN}
     before = {signum: signal.signal(signum, stop.note) for signum in STOP_SIGNALS if signum not in ignored}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # blocked by __main__
     try:
         yield stop
     finally:
@@ -233,8 +233,7 @@ def _attempt(options: LaunchOptions, number: int, stop: Stop) -> tuple[restarts.
     except OSError as error:
         raise UserError(f"{options.out}: cannot be written: {error.strerror}") from None
     env = {**os.environ, exit_report.DIRECTORY: str(reports), exit_report.ATTEMPT: str(number)}
-    if sys.stderr.isatty():
-        env["HYBRIDPIPE_TERMINAL"] = "1"
+    env |= mpirun.terminal()
     try:
         argv, env = _command(options, [*MARKED, *mpirun.with_path([*options.program, *options.words])], env)
         job = mpirun.start(argv, env)
@@ -250,20 +249,30 @@ def _attempt(options: LaunchOptions, number: int, stop: Stop) -> tuple[restarts.
         job.end()
         shutil.rmtree(reports, ignore_errors=True)
     code = 1 if ended_because else job.process.returncode  # a launcher ended from here has no code of its own
-    ended = restarts.attempt(code, outcomes, options.ranks, has_begun, has_started)
-    if stop.signum is not None and not outcomes:
-        because = ended_because
-        if ended.code == 128 + signal.SIGUSR1:  # a rank that is not up dies of the signal
-            because = "the job was asked to stop before its ranks were up"
-            because += "" if options.resume_words else ", as a script's are in fit(checkpoint=...)"
-        if because:
-            ended = replace(ended, code=128 + stop.signum, cause=because, overdue=bool(ended_because))
+    output = job.output
+    lost = "" if output is None else output.lost()
+    ended = restarts.attempt(code, outcomes, options.ranks, has_begun, has_started, lost)
+    if stop.signum is not None and not outcomes and ended_because:
+        ended = replace(ended, code=128 + stop.signum, cause=ended_because, overdue=True)
+        if ended_because == NOT_UP:  # nothing is trained, and nothing lost
+            ended = replace(ended, code=exit_report.PREEMPTED, overdue=False)
+    if output is not None and output.boxes():
+        _keep(output.boxes(), ended, options)
     return ended, told
+
+
+def _keep(boxes: str, ended: restarts.Attempt, options: LaunchOptions) -> None:
+    """Print what the launcher told of the end if nobody else has; a training keeps the rest in a file."""
+    if ended.cause.endswith(restarts.NOT_TOLD):
+        sys.stderr.write(boxes)
+    elif options.resume_words:
+        with contextlib.suppress(OSError), (options.out / LAUNCHER_LOG).open("a", encoding="utf-8") as log:
+            log.write(boxes)
 
 
 def _wait(job: mpirun.Job, options: LaunchOptions, reports: Path, stop: Stop) -> str:
     """Wait until the launcher has ended, or must be ended; return the reason for the latter, else ""."""
-    passed_on = False
+    passed_on = 0
     reported_at: float | None = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -276,23 +285,29 @@ def _wait(job: mpirun.Job, options: LaunchOptions, reports: Path, stop: Stop) ->
             return f"the job did not end within {BACKSTOP_SECONDS:g} s of a rank's report"
         if stop.signum is None:
             continue
-        if stop.seconds() > options.deadline_seconds:
+        num_up, is_over = exit_report.num_up(reports), stop.seconds() > options.deadline_seconds
+        if not num_up and not options.resume_words and (is_over or stop.signum == signal.SIGINT):
+            return f"{NOT_UP}, as a script's are in fit(checkpoint=...)"  # it may never be
+        if is_over and num_up < options.ranks:
+            return NOT_UP
+        if is_over:
             return f"the job did not stop within the deadline of {options.deadline_seconds:g} s"
-        if not passed_on and _may_be_signalled(options, reports, stop):
-            passed_on = True
-            name, left = signal.Signals(stop.signum).name, options.deadline_seconds - stop.seconds()
-            _say(f"{name}: asking the job to save and stop; it is ended after {left:.0f} s")
+        # Once every rank listens; a script with a handler of its own is asked at half of the deadline.
+        due = 2 if num_up >= options.ranks else int(stop.seconds() > options.deadline_seconds / 2)
+        if due > passed_on:
+            if not passed_on:
+                _say_asked(options, stop, stop.signum)
+            passed_on = due
             job.process.send_signal(signal.SIGUSR1)
 
 
-def _may_be_signalled(options: LaunchOptions, reports: Path, stop: Stop) -> bool:
-    """True once every rank handles the signal, which kills a starting one, or half the deadline is over.
-
-    Ctrl-C ends a script at once that may never handle signals.
-    """
-    half, num_up = options.deadline_seconds / 2, exit_report.num_up(reports)
-    interrupted = stop.signum == signal.SIGINT and not num_up and not options.resume_words
-    return interrupted or num_up >= options.ranks or stop.seconds() > half
+def _say_asked(options: LaunchOptions, stop: Stop, signum: int) -> None:
+    """Say that the ranks are asked to stop, and how long they have: Slurm, which sends TERM, may not wait."""
+    left = options.deadline_seconds - stop.seconds()
+    if signum == signal.SIGTERM and "SLURM_JOB_ID" in os.environ and not slurm.is_running(os.environ):
+        left = min(left, (slurm.kill_wait() or left) - stop.seconds())
+    name = signal.Signals(signum).name
+    _say(f"{name}: asking the job to save and stop; it is ended after {max(left, 0):.0f} s")
 
 
 def _command(

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridpipe.collectives.protocol import Collectives, Handle
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.status import rank_status
-from hybridpipe.planning.cluster import COMPRESSIONS, NO_COMPRESSION
+from hybridpipe.planning.checks import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.cost.formula import BUCKET_BYTES
 
 # Larger gradients are reduced in pieces of so many elements: Horovod 0.28.1 counts elements in 32 bits, and

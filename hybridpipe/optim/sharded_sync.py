@@ -13,7 +13,7 @@ from hybridpipe.collectives.protocol import Collectives
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.optim.gradient_sync import MOST_ELEMENTS, Bucket, BucketSync, filled
 from hybridpipe.optim.shards import FlatBucket, Shards
-from hybridpipe.planning.cluster import NO_COMPRESSION
+from hybridpipe.planning.checks import NO_COMPRESSION
 
 MOST_IN_FLIGHT = 2  # buckets under way in a backward where gradients are freed
 

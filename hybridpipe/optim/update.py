@@ -21,8 +21,8 @@ from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.optim.shards import Shards, take_over
 from hybridpipe.optim.trial import STANDS_FOR, why_not_apart
-from hybridpipe.planning.checks import ON_NONFINITE, non_negative_int, one_of, positive
-from hybridpipe.planning.cluster import NO_COMPRESSION, check_compression
+from hybridpipe.planning.checks import NO_COMPRESSION, ON_NONFINITE, non_negative_int, one_of, positive
+from hybridpipe.planning.cluster import check_compression
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
 from hybridpipe.stage.weights import sparse_parameters

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Collection
+from numbers import Integral
 from typing import Any
-
-import numpy as np
 
 # Limits of seconds, factors and divisors: beyond them products and quotients may overflow.
 LARGEST, SMALLEST = 1e30, 1e-30
@@ -13,12 +12,14 @@ MAX_RANKS = 2**20  # beyond any machine; a slip in a file must not fill the memo
 ON_NONFINITE = ("stop", "skip", "ignore")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")  # of a microbatch; `Trainer` documents them
 BACKENDS = ("horovod", "mpi", "torch")  # that sum gradients over replicas (`hybridpipe.collectives`)
+NO_COMPRESSION = "none"
+COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # the share of a gradient's bytes that a reduction moves
 AUTO_SYNC = "auto"  # the default backend that is there, unless another was measured to be clearly faster
 
 
 def plain(value: Any) -> Any:
     """Return a NumPy integer as Python's own; anything else unchanged."""
-    return int(value) if isinstance(value, np.integer) else value
+    return int(value) if isinstance(value, Integral) and not isinstance(value, int) else value
 
 
 def positive_int(name: str, value: int) -> None:

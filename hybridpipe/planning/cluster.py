@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from hybridpipe.planning.checks import (
     BACKENDS,
+    COMPRESSIONS,
     MAX_RANKS,
+    NO_COMPRESSION,
     factor,
     non_negative,
     non_negative_int,
@@ -30,8 +32,6 @@ CLUSTER_FORMAT = "hybridpipe-cluster/1"
 # of a ring's 2 (m-1)/m.
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "allreduce", "reduce_scatter", "all_gather"
 PARTS_SENT = {ALL_REDUCE: 1.0, REDUCE_SCATTER: 0.5, ALL_GATHER: 0.5}
-NO_COMPRESSION = "none"
-COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # the share of a gradient's bytes that a reduction moves
 
 
 def check_compression(compression: str) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from hybridpipe.environment.memory_limits import RESERVE, RankMemory
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.units import size
-from hybridpipe.report.tables import Row, table
+from hybridpipe.report.table import table
+from hybridpipe.report.tables import Row
 
 
 def predicted_bytes(plan: Plan, rank: int) -> int | None:

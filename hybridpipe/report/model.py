@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from tabulate import tabulate
-
 from hybridpipe.model.explanation import RECORDED, WHOLE, Explanation, ForbiddenCut, LayerFacts
 from hybridpipe.planning.profile import SharedParameter
 from hybridpipe.planning.units import size
+from hybridpipe.report.table import table
 from hybridpipe.report.words import few
 
 
@@ -34,7 +33,7 @@ def _layers(found: Explanation) -> str:
         }
         for i, layer in enumerate(found.layers)
     ]
-    return tabulate(rows, headers="keys", disable_numparse=True)
+    return table(rows)
 
 
 def _crossing(layer: LayerFacts, last: LayerFacts) -> str:

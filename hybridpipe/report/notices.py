@@ -16,9 +16,13 @@ class Notices:
         self._first: list[str] = []
         self._num_more = 0
 
+    def say(self, what: str) -> None:
+        """Print a line on standard error that is no notice: all is as it should be."""
+        print(f"hybridpipe: {what}", file=sys.stderr, flush=True)
+
     def tell(self, what: str) -> None:
         """Print a notice of one line on standard error, and keep it."""
-        print(f"hybridpipe: {what}", file=sys.stderr, flush=True)
+        self.say(what)
         if len(self._first) < KEPT:
             self._first.append(what)
         else:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hybridpipe.report.words import counted, few, rounded
 
 WINDOW_SECONDS = 10.0
+WIDTH = 115  # of a line, without the clock
 
 
 class Speed:
@@ -77,17 +78,21 @@ def progress_line(
     validation: Mapping[str, float] | None = None,
     learning_rate: float | None = None,
 ) -> str:
-    """Return a line about a minibatch or, with validation and learning rate, about an epoch."""
+    """Return a line about a minibatch or, with validation and learning rate, about an epoch.
+
+    Where it is wider than WIDTH, learning rate and speed, which metrics.jsonl has, are left out in turn.
+    """
     figures = [f"loss {rounded(loss)}"]
     if validation:
         figures.append("validation " + ", ".join(f"{name} {rounded(v)}" for name, v in validation.items()))
-    if learning_rate is not None:
-        figures.append(f"learning rate {learning_rate:.3g}")
-    if samples_per_second is not None:
-        figures.append(f"{samples_per_second:,.0f} samples/s")
-    if seconds_left is not None:
-        figures.append(f"{timedelta(seconds=round(seconds_left))} left")
-    return f"{place}: {'; '.join(figures)}"
+    less = [] if learning_rate is None else [f"learning rate {learning_rate:.3g}"]
+    less += [] if samples_per_second is None else [f"{samples_per_second:,.0f} samples/s"]
+    left = [] if seconds_left is None else [f"{timedelta(seconds=round(seconds_left))} left"]
+    while True:
+        line = f"{place}: {'; '.join([*figures, *less, *left])}"
+        if len(line) <= WIDTH or not less:
+            return line
+        del less[0]
 
 
 def hosts_line(hosts: Sequence[str]) -> str:

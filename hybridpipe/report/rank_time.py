@@ -8,7 +8,7 @@ from statistics import fmean
 
 from hybridpipe.planning.timeline import Parts
 from hybridpipe.planning.units import duration
-from hybridpipe.report.tables import table
+from hybridpipe.report.table import table
 
 TRACED = {  # parts of a rank's minibatch: field -> heading
     "seconds": "minibatch",

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from tabulate import tabulate
-
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.memory import peak_memory_bytes, versions_per_stage
 from hybridpipe.planning.plan import Plan, StageSpec
@@ -19,6 +17,7 @@ from hybridpipe.planning.simulator.predict import is_simulated, predict
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.planning.units import duration, size
 from hybridpipe.report.stage_figures import StageFigures, bottleneck, stage_figures
+from hybridpipe.report.table import table
 from hybridpipe.report.words import counted, few, ranges
 
 NUM_CANDIDATES = 6
@@ -49,11 +48,6 @@ class Explanation(NamedTuple):
     time: tuple[str, ...]
     considered: list[Row]
     unused: str
-
-
-def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Lay out rows as text."""
-    return tabulate(rows, headers="keys", disable_numparse=True)
 
 
 def stage_rows(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[Row]:

@@ -49,6 +49,8 @@ from hybridpipe.training.callbacks import CallbackList
 from hybridpipe.training.metrics import Past, Recorder
 from hybridpipe.training.train_state import EpochProgress, TrainState
 
+AS_EXPECTED = ("no checkpoint in ", "resuming from ")  # how lines begin that warn of nothing
+
 
 class Sizes(NamedTuple):
     """Settings behind random numbers and the order of samples; a resumed training must have the same."""
@@ -209,7 +211,7 @@ class CheckpointManager:
         if isinstance(found, Nothing):
             if not or_anew:
                 raise UserError("; ".join([f"{source}: holds no checkpoint to resume from", *found.notes]))
-            return None, [*found.notes, f"no checkpoint in {source}: training starts anew"]
+            return None, [*found.notes, f"{AS_EXPECTED[0]}{source}: training starts anew"]
         where = str(found.path)
         check_model(found, model)
         if numbers is not None:
@@ -225,7 +227,7 @@ class CheckpointManager:
         self._found = self._found_data = found
         if later:
             self._state.load(found.manifest.step, found.manifest.epoch, progress, found.run["history"])
-        return found, [*found.notes, f"resuming from {found.path}: {found.place}"]
+        return found, [*found.notes, f"{AS_EXPECTED[1]}{found.path}: {found.place}"]
 
     def resume_epochs(
         self, resume: Callable[..., list[str]], folder: str | os.PathLike[str], epochs: int
@@ -238,7 +240,10 @@ class CheckpointManager:
         """
         if not self._state.step:
             for line in resume(folder, or_anew=True):
-                self._tell(line)
+                if not line.startswith(AS_EXPECTED):
+                    self._tell(line)
+                elif self._world.rank == 0:
+                    notices.say(line)
         if self._recorder.has_reached_target:
             return 0
         return max(0, epochs - self._state.complete_epochs(self._sizes.minibatch_size))

@@ -1,4 +1,4 @@
-"""Machines as an earlier start in the same folder has measured them, for one under the same conditions.
+"""Machines and model as an earlier start in the same folder has measured them, under the same conditions.
 
 Not known here: how they are measured. Invariant: all ranks use the same measurement, or none.
 """
@@ -35,22 +35,24 @@ class Machines:
         conditions: text by name (`conditions`).
         cluster: the machines, without limits of memory.
         with_sharding: True if what only plans with `zero` need was measured, too.
+        profile: the model.
     """
 
     conditions: dict[str, str]
     cluster: Cluster
     with_sharding: bool = False
+    profile: ModelProfile | None = None
     format: str = FORMAT
 
 
-def conditions(world: MPI.Comm, device: torch.device, profile: ModelProfile) -> dict[str, str]:
+def conditions(world: MPI.Comm, device: torch.device, profile: ModelProfile | None = None) -> dict[str, str]:
     """Describe what a measurement of the machines depends on, the same on every rank. Collective.
 
     Besides hosts, launcher and versions it is the work that ranks do meanwhile, which slows others down.
 
     Args:
         device: of this rank.
-        profile: of the model whose layers are that work; rank 0's is described.
+        profile: of the model whose layers are that work; rank 0's is described. None: the same model.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     threads = os.environ.get("OMP_NUM_THREADS", "default")
@@ -62,7 +64,7 @@ def conditions(world: MPI.Comm, device: torch.device, profile: ModelProfile) -> 
         "ranks": "; ".join(world.allgather(mine)),
         "launcher": "srun" if by_srun else "mpirun",
         "versions": ", ".join([*(f"{name} {version}" for name, version in software.items()), mpi]),
-        "work": world.bcast(_work(profile)),
+        **({} if profile is None else {"work": world.bcast(_work(profile))}),
     }
 
 
@@ -88,27 +90,27 @@ class MachinesFile:
         self.path = folder / MACHINES
         self._now, self._with_sharding = now, with_sharding
 
-    def read(self, world: MPI.Comm) -> Cluster | None:
+    def read(self, world: MPI.Comm) -> Machines | None:
         """Return what was measured under the same conditions, the same on every rank, else None. Collective.
 
         A file that cannot be read, or is another version's, is no measurement: it will be written anew.
         """
-        found: Cluster | None = None
+        found: Machines | None = None
         if world.rank == 0 and self.path.exists():
             try:
                 earlier = parse(Machines, read_object(self.path), str(self.path))
             except UserError:
                 earlier = None
-            if earlier is not None and earlier.conditions == self._now:
-                found = earlier.cluster if earlier.with_sharding or not self._with_sharding else None
+            if earlier is not None and self._now.items() <= earlier.conditions.items():
+                found = earlier if earlier.with_sharding or not self._with_sharding else None
         found = world.bcast(found)
         return found
 
-    def write(self, cluster: Cluster) -> None:
+    def write(self, cluster: Cluster, profile: ModelProfile) -> None:
         """Write a measurement; a line says so if that fails, as only the next start loses by it."""
         try:
             make_folder(self.path.parent)
             machines = replace(cluster, memory_bytes=None)
-            write_json(self.path, Machines(self._now, machines, self._with_sharding))
+            write_json(self.path, Machines(self._now, machines, self._with_sharding, profile))
         except UserError as error:
             notices.tell(str(error))

@@ -158,6 +158,7 @@ class PlanMaker:
         if isinstance(cluster, str | os.PathLike):
             cluster = read_cluster(Path(cluster))
         self._cluster = cluster
+        self._resumes = False  # a checkpoint was found
         self._is_preferred = False  # the given plan is a checkpoint's, in place of a search
         if isinstance(given, Plan):
             request.check_given(given)
@@ -250,6 +251,7 @@ class PlanMaker:
         Returns:
             None if no search is needed.
         """
+        self._resumes = True
         if self._given != AUTO:
             return None
         what = f"its plan {plan.name}, {plan.schedule}"
@@ -333,8 +335,10 @@ class PlanMaker:
 
     def _choice(self, layers: Layers, minibatch: Minibatch) -> Choice | None:
         """Return a plan by name or the prediction of a given one; None if that cannot be predicted."""
-        self._say("measuring the model")
-        profile, work = self._measured(layers, minibatch)
+        profile, work = self._as_before(layers, minibatch), None
+        if profile is None:
+            self._say("measuring the model")
+            profile, work = self._measured(layers, minibatch)
         if layers.why_whole and self.plan is None and self._world.rank == 0:
             notices.tell(f"the model runs as one stage: {layers.why_whole}")
         try:
@@ -404,14 +408,31 @@ class PlanMaker:
             return any(map(self._given.zero_of, range(self._given.num_stages)))
         return self._request.zero != 0
 
-    def _machines(self, profile: ModelProfile, work: Callable[[], object]) -> Cluster:
+    def _as_before(self, layers: Layers, minibatch: Minibatch) -> ModelProfile | None:
+        """Return the model, and take the machines, as the resumed training has measured them. Collective.
+
+        None if there is no such measurement, or a plan is searched for.
+        """
+        folder = self._world.bcast(self.folder)
+        if not self._resumes or self._given == AUTO or folder is None:
+            return None
+        file = MachinesFile(folder, conditions(self._world, self._device), self._shares_out)
+        before = file.read(self._world)
+        if before is None or before.profile is None or before.profile.num_layers != layers.num_layers:
+            return None
+        self._say(f"model and machines as measured before (remove {file.path} to measure them anew)")
+        self._cluster = self._world.bcast(self._cluster) or before.cluster
+        return before.profile.scaled_to(minibatch.sizes[0])
+
+    def _machines(self, profile: ModelProfile, work: Callable[[], object] | None) -> Cluster:
         """Return the machines, measured now or before. Collective."""
         (known, folder), file = self._world.bcast((self._cluster, self.folder)), None
         is_alone = self._world.size == 1  # no machine is measured
         if known is None and folder is not None and not is_alone:
             now = conditions(self._world, self._device, profile) | {"sync": ", ".join(self.backends)}
             file = MachinesFile(folder, now, self._shares_out)
-            known = file.read(self._world)
+            before = file.read(self._world)
+            known = None if before is None else before.cluster
             if known is not None and self._world.rank == 0:  # the report says so, too
                 notices.tell(f"machines as measured before (remove {file.path} to measure them anew)")
         if known is None and not is_alone:
@@ -427,7 +448,7 @@ class PlanMaker:
             with_sharding=self._shares_out,
         )
         if known is None and file is not None and self._world.rank == 0:
-            file.write(cluster)
+            file.write(cluster, profile)
         return cluster.compressing(self._rule.compression, profile.dtype)
 
 

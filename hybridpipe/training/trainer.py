@@ -32,8 +32,7 @@ from hybridpipe.model.deferred import Factory
 from hybridpipe.model.precision import Precision
 from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
-from hybridpipe.planning.checks import AUTO_SYNC, BACKENDS, non_negative, one_of
-from hybridpipe.planning.cluster import NO_COMPRESSION
+from hybridpipe.planning.checks import AUTO_SYNC, BACKENDS, NO_COMPRESSION, non_negative, one_of
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.registry import DEFAULT

@@ -132,3 +132,23 @@ def test_the_command_leaves_no_handlers_behind(tmp_path):
     )
     assert main(["train", str(config), "--out", str(tmp_path / "out")]) == 2
     assert [signal.getsignal(signum) for signum in preemption.SIGNALS] == before
+
+
+ENDING = """
+import os, signal
+from hybridpipe.health import preemption
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), signum=signal.SIGUSR1):
+        kill(pid, signum)
+        print("there", flush=True)
+with preemption.listening():
+    pass
+late = Late()
+"""
+
+
+def test_a_process_that_is_ending_does_not_die_of_the_signal(tmp_path, monkeypatch):
+    """Ctrl-C in a finished script ended it, and the supervisor said that nothing had been trained (75)."""
+    monkeypatch.setenv("HYBRIDPIPE_OUTCOMES", str(tmp_path))
+    done = run(ENDING)
+    assert (done.returncode, done.stdout) == (0, "there\n"), done.stderr

@@ -25,7 +25,7 @@ def options(text: str) -> dict[str, str]:
 
 def launched(text: str) -> list[list[str]]:
     """The words of each call of `hybridpipe launch`, as a shell splits them."""
-    calls = re.findall(r'"\$python" -m hybridpipe launch (.*?)(?: &)?\n', text.replace("\\\n", ""))
+    calls = re.findall(r'"\$python" -m hybridpipe launch (.*?)\n', text.replace("\\\n", ""))
     return [shlex.split(call) for call in calls]
 
 
@@ -37,11 +37,11 @@ def test_defaults_ask_for_ranks_a_notice_and_a_place_in_the_queue():
     text = script(TRAIN)
     assert options(text) == {
         "job-name": "my_net", "nodes": "4", "ntasks-per-node": "2", "cpus-per-task": "1",
-        "output": "my_net-%j.log", "open-mode": "append", "requeue": "", "signal": "USR1@120",
+        "output": "my_net-%j.log", "open-mode": "append", "requeue": "", "signal": "B:USR1@120",
     }  # fmt: skip
     doctor, train = launched(text)
     assert doctor == ["--launcher", "srun", "--", "hybridpipe", "doctor"]
-    first = shlex.split("--launcher srun --max-restarts 3 --deadline 100 --")
+    first = shlex.split("--launcher srun --max-restarts 3 --deadline 100 --requeue --")
     assert train == [*first, *TRAIN.command, "--resume", "auto"]
 
 
@@ -54,15 +54,14 @@ def test_what_is_given_stands_in_the_script():
     found = options(text)
     assert found["gpus-per-node"] == "4" and found["cpus-per-task"] == "8" and found["mem"] == "64G"
     assert found["time"] == "1-00:00:00" and found["account"] == "a b" and found["partition"] == "gpu"
-    assert found["output"] == "out/%x.log" and found["qos"] == "high" and found["signal"] == "USR1@600"
+    assert found["output"] == "out/%x.log" and found["qos"] == "high" and found["signal"] == "B:USR1@600"
     assert launched(text)[1][:6] == shlex.split("--launcher srun --max-restarts 0 --deadline 500")
     assert "\n. '/v/my env/bin/activate' || exit 1\n" in text
     assert "# Made by `hybridpipe slurm 'a b'`.\n" in text, "a comment is one line"
 
 
-def test_under_mpirun_only_the_script_is_signalled():
+def test_the_launcher_is_that_of_every_call():
     text = script(replace(TRAIN, launcher="mpirun"))
-    assert options(text)["signal"] == "B:USR1@120"
     assert all(words[:2] == ["--launcher", "mpirun"] for words in launched(text))
 
 
@@ -111,3 +110,26 @@ def test_time_limits_are_read_as_slurm_reads_them():
         "2-0:30": 2 * day + 30 * minute, "1-00:00:05": day + 5, "0": math.inf,
     }  # fmt: skip
     assert {each: limit_seconds(each) for each in read} == read
+
+
+SLURM = """#!/bin/sh
+echo "$(basename $0) $*" >> calls
+[ -z "$ASKS" ] || kill -USR1 $PPID
+"""
+
+
+@pytest.mark.parametrize("asks", ["", "1"])
+def test_a_notice_while_the_hosts_are_checked_returns_the_job_to_the_queue(tmp_path, asks):
+    """It killed the script, or the ranks of the doctor; the job was over, and nothing was trained."""
+    for name in ("python", "scontrol"):
+        (tmp_path / name).write_text(SLURM)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(script(SCRIPT))
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "ASKS": asks}
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=env, capture_output=True, timeout=60)
+    first, *others = (tmp_path / "calls").read_text().splitlines()
+    assert first.endswith("-- hybridpipe doctor")
+    if asks:
+        assert others == ["scontrol requeue 7"] and done.returncode == 75
+    else:
+        assert len(others) == 1 and "--requeue -- python train.py" in others[0] and done.returncode == 0

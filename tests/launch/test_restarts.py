@@ -34,6 +34,14 @@ def test_what_an_attempt_came_to(returncode, words, code, cause):
     assert (found.code, found.cause) == (code, cause)
 
 
+@pytest.mark.parametrize("returncode, said", [(137, "SIGKILL"), (14, "killed")])
+def test_a_lost_rank_is_named_also_where_srun_returns_the_code_of_another(returncode, said):
+    found = attempt(returncode, [], 4, has_begun=True, lost="rank 1 on host h2")
+    assert found.cause == f"a rank was lost: {said} (rank 1 on host h2)"
+    for code in (0, 4):  # the others of a rank that exits with 4 are killed by srun
+        assert "lost" not in attempt(code, [], 4, has_begun=True, lost="rank 1 on host h2").cause
+
+
 def test_a_launcher_that_launched_nobody_has_not_trained():
     """srun returns 0 where its tasks could not be launched: a requeued job was over, and done, untrained."""
     found = attempt(0, [], 4, has_begun=False, has_started=False)

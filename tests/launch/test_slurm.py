@@ -97,7 +97,7 @@ def test_a_job_that_is_requeued_and_meets_its_time_limit_ends_as_if_undisturbed(
     log, out = tmp_path / "log.txt", tmp_path / "out"
     run = partial(command_in, slurm)
     job = run(
-        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=1", "--signal=USR1@25",
+        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=1", "--signal=B:USR1@25",
         f"--output={log}", str(netcluster.ROOT / "launch/slurm.sbatch"), *trained, str(out),
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -24,6 +25,10 @@ def preempted(*_):
     time.sleep(0.2)
     os._exit(75)
 
+if mode == "own":
+    signal.signal(signal.SIGUSR1, lambda *_: print("own", flush=True) or os._exit(0))
+    print("here", flush=True)
+    time.sleep(600)
 if mode in ("late", "starting"):
     print("here", flush=True)
     time.sleep(1.5 if mode == "late" else 600)
@@ -66,7 +71,7 @@ supervisor.BACKSTOP_SECONDS = 1.0
 out, mode, restarts, deadline, *words = sys.argv[1:]
 sys.exit(supervisor.supervise(supervisor.LaunchOptions(
     words=(mode, *words), resumes="auto" in words, out=Path(out), checkpoints=Path(out), ranks=2,
-    max_restarts=int(restarts), deadline_seconds=float(deadline),
+    max_restarts=int(restarts), deadline_seconds=float(deadline), requeue=True,
     program=(sys.executable, out + "/rank.py"))))
 """
 
@@ -130,7 +135,8 @@ def test_a_second_attempt_goes_on_with_this_trainings_checkpoint_only(launch, mo
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     start = "the last good checkpoint" if second.endswith("auto") else "where it began"
-    assert f"hybridpipe launch: attempt 0: a rank was lost: SIGKILL; restarting from {start}" in err
+    lost = f"a rank was lost: SIGKILL (rank 1 on host {platform.node()})"
+    assert f"hybridpipe launch: attempt 0: {lost}; restarting from {start}" in err
     assert err.rstrip().endswith("hybridpipe launch: done after 2 attempts")
     started = Counter(" ".join(line.split()[3:]) for line in out.splitlines())
     assert started == Counter([words, second] * 2) and nobody_is_left(out)
@@ -149,6 +155,7 @@ def test_the_exit_code_and_the_cause_are_the_ranks_own(launch, mode, restarts, c
     out, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert last in err.splitlines()[-1] and f"exit code {code}" in err.splitlines()[-1]
+    assert "------" not in err and "\0" not in err  # the launcher's own words are no help beside the line
     assert err.count("; restarting from") == attempts - 1 and nobody_is_left(out)
 
 
@@ -240,13 +247,64 @@ def test_after_the_deadline_nobody_is_left(launch):
     assert nobody_is_left("".join(lines) + out)
 
 
-def test_ranks_that_are_not_up_are_told_at_half_of_the_deadline_and_end_of_it(launch):
-    process = launch("starting", deadline=6.0)
+def test_ranks_that_are_not_up_by_the_deadline_have_nothing_to_save(launch):
+    process = launch("starting", deadline=3.0)
     assert process.stdout.readline() == process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert err.rstrip().endswith("the job was asked to stop before its ranks were up"), err
+    assert process.returncode == 75
+    assert "the job was asked to stop before its ranks were up; exit code 75: start it again with" in err, err
+
+
+def test_a_notice_of_slurms_does_not_kill_ranks_that_are_starting(launch):
+    """It ended them while they imported torch: taken for a crash, and the job met its time limit."""
+    process = launch("late", restarts=3)
+    lines = [process.stdout.readline() for _ in range(2)]
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        words = path.read_bytes().split(b"\0") if path.parent.exists() else []
+        if any(word.endswith(b"/rank.py") for word in words) and b"mpirun" not in b" ".join(words):
+            os.kill(int(path.parent.name), signal.SIGUSR1)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and out.count("asked") == 2 and "restarting" not in err, err
+    assert nobody_is_left("".join(lines) + out)
+
+
+def test_a_handler_of_a_scripts_own_is_called_at_half_of_the_deadline(launch):
+    process = launch("own", deadline=4.0)
+    assert process.stdout.readline() == process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.count("own") == 2, err
+
+
+FAST_SLURM = """#!/bin/sh
+case "$*" in
+  *-o%T) [ -n "$ENDS" ] && echo COMPLETING || echo RUNNING;;
+  "show config") echo "KillWait                = 7 sec";;
+  *) echo "$(basename $0) $*" >> "$CALLS";;
+esac
+"""
+
+
+@pytest.mark.parametrize("ends, calls, left", [("", "scontrol requeue 7\n", "30 s"), ("1", "", "7 s")])
+def test_a_running_slurm_job_is_requeued_and_one_that_slurm_ends_is_not(
+    launch, tmp_path, monkeypatch, ends, calls, left
+):
+    """What Slurm leaves after a TERM is its KillWait, and "ended after 100 s" was not true."""
+    for name in ("squeue", "scontrol"):
+        (tmp_path / name).write_text(FAST_SLURM)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "calls").touch()
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "ENDS": ends}
+    for name, value in (env | {"CALLS": str(tmp_path / "calls")}).items():
+        monkeypatch.setenv(name, value)
+    process = launch("waits")
+    lines = [process.stdout.readline() for _ in range(2)]
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert len(lines) == 2 and process.returncode == 75, err
+    assert (tmp_path / "calls").read_text() == calls and f"it is ended after {left}" in err, err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import pytest
 
 from hybridpipe import Checkpointing
 from hybridpipe.errors import UserError
+from hybridpipe.report.notices import Notices
+from hybridpipe.training import checkpoints
 from tests.training.helpers import seeded, seeded_mlp
 
 
@@ -13,7 +15,9 @@ def weights(trainer) -> dict[str, list]:
     return {name: tensor.tolist() for name, tensor in trainer.full_state_dict().items()}
 
 
-def test_each_start_trains_what_is_left_of_all_epochs(make, tmp_path, capsys):
+def test_each_start_trains_what_is_left_of_all_epochs(make, tmp_path, capsys, monkeypatch):
+    notices = Notices()
+    monkeypatch.setattr(checkpoints, "notices", notices)
     undisturbed = make(seeded_mlp())
     undisturbed.fit(seeded(24), epochs=3)
     steps = []
@@ -24,6 +28,7 @@ def test_each_start_trains_what_is_left_of_all_epochs(make, tmp_path, capsys):
         come_to = weights(trainer)
         trainer.close()
     assert steps == [3, 9, 9, 9] and come_to == weights(undisturbed)
+    assert not notices.lines(), "a first start, and a resumed one, are as they should be"
     told = capsys.readouterr().err.splitlines()
     assert told[0] == f"hybridpipe: no checkpoint in {tmp_path}: training starts anew"
     assert told[1].startswith(

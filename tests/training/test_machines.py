@@ -8,7 +8,7 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.measure.probe import CPU
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
-from hybridpipe.training.machines import MACHINES, MachinesFile, conditions
+from hybridpipe.training.machines import MACHINES, Machines, MachinesFile, conditions
 
 ONE, CLUSTER = MPI.COMM_SELF, Cluster.flat(1, 1e9, 1e-5)
 LAYER = LayerProfile("layer", 1.0, 2.0, 100, 50, 0)
@@ -19,15 +19,16 @@ NOW = conditions(ONE, CPU, PROFILE)
 def test_a_measurement_returns_under_the_same_conditions_only_and_without_its_memory(tmp_path):
     file = MachinesFile(tmp_path / "new", NOW, with_sharding=True)
     assert file.read(ONE) is None
-    file.write(replace(CLUSTER, memory_bytes=5))
-    assert file.read(ONE) == CLUSTER
+    file.write(replace(CLUSTER, memory_bytes=5), PROFILE)
+    assert file.read(ONE) == Machines(NOW, CLUSTER, with_sharding=True, profile=PROFILE)
+    assert MachinesFile(tmp_path / "new", conditions(ONE, CPU), True).read(ONE) is not None
     for name in NOW:
         assert MachinesFile(tmp_path / "new", NOW | {name: "other"}, True).read(ONE) is None
 
 
 def test_one_without_what_zero_needs_serves_only_plans_without_zero(tmp_path):
-    MachinesFile(tmp_path, NOW, with_sharding=False).write(CLUSTER)
-    assert MachinesFile(tmp_path, NOW, with_sharding=False).read(ONE) == CLUSTER
+    MachinesFile(tmp_path, NOW, with_sharding=False).write(CLUSTER, PROFILE)
+    assert MachinesFile(tmp_path, NOW, with_sharding=False).read(ONE).cluster == CLUSTER
     assert MachinesFile(tmp_path, NOW, with_sharding=True).read(ONE) is None
 
 
@@ -48,5 +49,5 @@ def test_what_cannot_be_read_is_measured_anew(tmp_path, text):
 
 def test_a_folder_that_cannot_be_written_is_told_and_training_goes_on(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    MachinesFile(tmp_path / "file", NOW, False).write(CLUSTER)
+    MachinesFile(tmp_path / "file", NOW, False).write(CLUSTER, PROFILE)
     assert capsys.readouterr().err == f"hybridpipe: {tmp_path}/file: must be a directory\n"
