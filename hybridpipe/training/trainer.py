@@ -291,7 +291,7 @@ class Trainer(TrainerView):
 
         Raises:
             Preempted: with `checkpoint`, after a signal to any rank; all have stopped and saved.
-            UserError, NotSaved: a checkpoint cannot be saved or written.
+            UserError, NotSaved: a checkpoint cannot be saved or written, or another training writes there.
             ValueError: inside `no_sync`; a target or `eval_every` without `validation`, target_accuracy with
                 targets that are no classes; `resume` without `checkpoint`; `max_steps` or `eval_every` under
                 an asynchronous schedule.
@@ -310,6 +310,7 @@ class Trainer(TrainerView):
         of_fit |= {"breaks": breaks[:2], "drop_last": drop_last, "checkpoint": checkpoint}
         consistency.check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
         with preemption.listening(checkpoint is not None):  # measuring may take a minute
+            self._checkpoints.claim_for(checkpoint, self._callbacks)
             if resume is not None and checkpoint is not None:
                 epochs = self._checkpoints.resume_epochs(self.resume, checkpoint.folder, epochs)
             dataset = self._feed.training_set(dataset, drop_last)
