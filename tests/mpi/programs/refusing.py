@@ -1,7 +1,7 @@
 """One rank sees a mistake of the user; the others wait.
 
-    refusing.py RANK             this rank refuses
-    refusing.py 0 FOLDER NAME    rank 0 cannot write NAME, a script's file in FOLDER
+refusing.py RANK             this rank refuses
+refusing.py 0 FOLDER NAME    rank 0 cannot write NAME, a script's file in FOLDER
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hybridpipe import Trainer
+from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.callbacks import CSVLogger, RunFolder
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.health import failure
@@ -19,12 +19,13 @@ from hybridpipe.health import failure
 
 def train(folder: Path, name: str) -> None:
     (folder / name).mkdir(exist_ok=True)
+    torch.manual_seed(0)
     samples = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(0, 3, (16,)))
     trainer = Trainer(
         nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)),
         loss=nn.functional.cross_entropy,
         optimizer=partial(torch.optim.SGD, lr=0.1),
-        plan="straight",
+        plan=Plan((StageSpec(0, 1), StageSpec(1, 2)), num_microbatches=2),
         minibatch_size=8,
         callbacks=[CSVLogger(folder / "log.csv"), RunFolder(folder)],
     )
