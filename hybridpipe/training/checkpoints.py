@@ -102,10 +102,24 @@ class CheckpointManager:
                 with failure.refusing(self._world.size):
                     self._claims[root] = Claim(root)
 
-    def claim_for(self, settings: Checkpointing | None, callbacks: Sequence[Callback]) -> None:
-        """Claim what a `fit` writes to before it does: the folders of checkpoints and callbacks."""
+    def enter(
+        self,
+        settings: Checkpointing | None,
+        callbacks: Sequence[Callback],
+        resume: Callable[..., list[str]] | None,
+        epochs: int,
+    ) -> int:
+        """Claim the folders that a `fit` writes to, then resume; return how many of all epochs are left.
+
+        Args:
+            resume: `Trainer.resume`; None to begin where the training is.
+            epochs: of the whole training.
+        """
         of_callbacks = (folder for callback in callbacks for folder in callback.folders)
         self.claim(*(() if settings is None else (settings.folder,)), *of_callbacks)
+        if settings is None or resume is None:
+            return epochs
+        return self._resume_epochs(resume, settings.folder, epochs)
 
     def leave_if_preempted(self, settings: Checkpointing | None) -> None:
         """Raise Preempted on all ranks if one was asked to stop; the state must have been saved."""
@@ -246,15 +260,10 @@ class CheckpointManager:
             self._state.load(found.manifest.step, found.manifest.epoch, progress, found.run["history"])
         return found, [*found.notes, f"resuming from {found.path}: {found.place}"]
 
-    def resume_epochs(
+    def _resume_epochs(
         self, resume: Callable[..., list[str]], folder: str | os.PathLike[str], epochs: int
     ) -> int:
-        """Resume from a folder if nothing is trained yet; return how many of all epochs are left. Collective.
-
-        Args:
-            resume: `Trainer.resume`.
-            epochs: of the whole training.
-        """
+        """Resume from a folder if nothing is trained yet; return how many of all epochs are left."""
         if not self._state.step:
             for line in resume(folder, or_anew=True):
                 self._tell(line)
