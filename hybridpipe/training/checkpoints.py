@@ -106,7 +106,7 @@ class CheckpointManager:
         self,
         settings: Checkpointing | None,
         callbacks: Sequence[Callback],
-        resume: Callable[..., list[str]] | None,
+        resume: Callable[..., list[str]] | str | None,
         epochs: int,
     ) -> int:
         """Claim the folders that a `fit` writes to, then resume; return how many of all epochs are left.
@@ -117,7 +117,7 @@ class CheckpointManager:
         """
         of_callbacks = (folder for callback in callbacks for folder in callback.folders)
         self.claim(*(() if settings is None else (settings.folder,)), *of_callbacks)
-        if settings is None or resume is None:
+        if settings is None or not callable(resume):
             return epochs
         return self._resume_epochs(resume, settings.folder, epochs)
 

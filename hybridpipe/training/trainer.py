@@ -310,7 +310,7 @@ class Trainer(TrainerView):
         of_fit |= {"breaks": breaks[:2], "drop_last": drop_last, "checkpoint": checkpoint}
         consistency.check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
         with preemption.listening(checkpoint is not None):  # measuring may take a minute
-            epochs = self._checkpoints.enter(checkpoint, self._callbacks, self.resume if resume else None, epochs)
+            epochs = self._checkpoints.enter(checkpoint, self._callbacks, resume and self.resume, epochs)
             dataset = self._feed.training_set(dataset, drop_last)
             validation = None if validation is None else self._feed.held_out_set("validation", validation)
             self.prepare(dataset, validation, folder=None if checkpoint is None else checkpoint.folder)
