@@ -9,11 +9,12 @@ import math
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TextIO, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, SchemaValidator, to_jsonable_python
@@ -105,14 +106,46 @@ def write_text(path: str | Path, text: str) -> None:
     path = Path(path)
     check_replaceable(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with writing(path):
         try:
             unfinished.write_text(text, encoding="utf-8")
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+def open_after(path: str | Path, is_kept: Callable[[str], bool]) -> TextIO:
+    """Open a text file to append to, without its lines from the first on that is cut short or not kept.
+
+    Args:
+        is_kept: called with each line.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    path = Path(path)
+    check_replaceable(path)
+    with writing(path):
+        with path.open("ab+") as file:
+            file.seek(0)
+            end = 0
+            for line in file:
+                if not (line.endswith(b"\n") and is_kept(line.decode("utf-8", "replace"))):
+                    break
+                end += len(line)
+            file.truncate(end)
+        return path.open("a", encoding="utf-8", newline="")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn errors of the operating system into a UserError that names the file."""
+    try:
+        yield
+    except FileExistsError:
+        raise UserError(f"{path}: exists already: does another training write to this directory?") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def check_replaceable(path: Path) -> None:

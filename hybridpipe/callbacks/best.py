@@ -45,6 +45,7 @@ class BestCheckpoint(Callback):
     ) -> None:
         self.best, self.folder, self._keep = Best(metric, mode, min_delta), folder, keep
         self._restore = restore
+        self.folders = (folder,)
 
     def on_evaluate(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Save if the metric is better."""

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from hybridpipe.files import write_json
+from hybridpipe.health import failure
 from hybridpipe.report.folder import report_at_end
 from hybridpipe.training import run_folder
 from hybridpipe.training.callbacks import Callback, Run
@@ -25,16 +26,18 @@ class RunFolder(Callback):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
+        self.folders = (folder,)
 
     def on_fit_start(self, run: Run) -> None:
         """Write what is known before training."""
         settings = {"trainer": dict(run.settings), "optimizer": optimizer_settings(run.trainer)}
         start = run_start(run.trainer, sys.argv[0], settings, run.plan.name)
-        if start is not None:
-            run_folder.begin(self._folder)
-            run_folder.write_plan(run.trainer, self._folder)
-            write_json(self._folder / "run.json", start)
-        self._records = run_folder.Records(run.trainer, self._folder, appends=True)
+        with failure.refusing(run.num_ranks):
+            if start is not None:
+                run_folder.begin(self._folder)
+                run_folder.write_plan(run.trainer, self._folder)
+                write_json(self._folder / "run.json", start)
+            self._records = run_folder.Records(run.trainer, self._folder, appends=True)
 
     def on_minibatch(self, run: Run, record: MinibatchRecord) -> None:
         """Write the record."""
@@ -45,5 +48,6 @@ class RunFolder(Callback):
         self._records.close()
         results = run_folder.gather_results(run.trainer)
         if results is not None:
-            results.write(self._folder)
+            with failure.refusing(run.num_ranks):
+                results.write(self._folder)
             report_at_end(self._folder)

@@ -4,7 +4,6 @@ Torch and MPI are not known here; one process calls these functions for all rank
 a power cut at any moment, `last_good` finds a complete checkpoint, the old or the new one.
 """
 
-import fcntl
 import os
 import shutil
 import sys
@@ -20,11 +19,11 @@ from hybridpipe.checkpoint.disk import (
     reading,
     replacing,
     sync_directory,
-    writing,
 )
 from hybridpipe.checkpoint.manifest import JSON, MANIFEST, FileEntry, Manifest, from_text, to_text
-from hybridpipe.checkpoint.names import LATEST, LOCK, name_of, parse_name, step_of
+from hybridpipe.checkpoint.names import LATEST, name_of, parse_name, step_of
 from hybridpipe.errors import UserError, shown
+from hybridpipe.files import writing
 from hybridpipe.health import faults
 from hybridpipe.report.notices import notices
 
@@ -51,25 +50,6 @@ def make_folder(root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
     for each in new:
         sync_directory(each.parent)
-
-
-def hold(root: Path) -> int:
-    """Lock `root` against other trainings until the returned descriptor is closed or the process ends.
-
-    Raises:
-        UserError: another training holds the lock, or `root` cannot be made.
-    """
-    make_folder(root)
-    with writing(root / LOCK):
-        descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise UserError(f"{root}: another running training saves there") from None
-        except OSError:  # a file system without locks
-            pass
-    return descriptor
 
 
 def begin(root: Path, step: int) -> Path:

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from hybridpipe.checkpoint.manifest import FileEntry
 from hybridpipe.comm.status import rank_status
 from hybridpipe.errors import UserError
-from hybridpipe.files import check_replaceable
+from hybridpipe.files import check_replaceable, writing
 
 CHUNK_BYTES = 1 << 22  # written and hashed at a time: large for the disk, small for the cache
 SYNC_BYTES = 1 << 30  # between two fsyncs: a single one of a large file could exceed the watchdog's timeout
@@ -202,14 +202,3 @@ def reading(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: is missing") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn errors of the operating system into a UserError that names the file."""
-    try:
-        yield
-    except FileExistsError:
-        raise UserError(f"{path}: exists already: does another training write to this directory?") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error

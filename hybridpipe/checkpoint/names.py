@@ -2,7 +2,7 @@
 
 ROOT/step-00000120/             a checkpoint: its files, and manifest.json, written last
 ROOT/latest                     the name of the current checkpoint
-ROOT/.lock                      locked by the training that saves there
+ROOT/.lock                      locked by the training that writes there, and names it
 ROOT/.step-00000120.tmp/        being written
 ROOT/.step-00000120.replaced/   renamed for a new checkpoint of the same step, not yet in its place
 ROOT/.step-00000120.deleted/    being deleted

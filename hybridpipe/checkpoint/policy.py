@@ -7,6 +7,7 @@ contains the losses of all minibatches before its step and of none after it.
 import os
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from hybridpipe.checkpoint import snapshot
 from hybridpipe.checkpoint.names import name_of
 from hybridpipe.checkpoint.snapshot import Saver, Snapshot
 from hybridpipe.engine.worker import Worker
-from hybridpipe.errors import UserError, suggesting
+from hybridpipe.errors import suggesting
 from hybridpipe.health import failure
 from hybridpipe.planning.checks import positive_int
 from hybridpipe.planning.plan import Plan
@@ -115,7 +116,8 @@ class Keeper:
         if point.done == point.total if every is None else step // every > before // every:
             self.take(step, point)
         elif not self._tried:  # report unsavable state now, not an epoch later
-            self._guarded(lambda: snapshot.referred(self._worker, 0, point))
+            with self._refusing:
+                snapshot.referred(self._worker, 0, point)
         self._tried = True
 
     @property
@@ -127,7 +129,8 @@ class Keeper:
         """Take a snapshot now, unless this step has one."""
         if self._saved != step:
             self._saved = step
-            taken, is_copy = self._guarded(lambda: snapshot.take(self._worker, step, point, self._room()))
+            with self._refusing:
+                taken, is_copy = snapshot.take(self._worker, step, point, self._room())
             self._waiting.append(_Waiting(taken, point.done, is_copy))
 
     def losses_in(self, done: int) -> None:
@@ -147,7 +150,8 @@ class Keeper:
         State that was just resumed, and is not saved again, is checked for NaN and infinity, too.
         """
         if step == self._resumed:
-            self._guarded(lambda: snapshot.check_finite(self._worker, step, point))
+            with self._refusing:
+                snapshot.check_finite(self._worker, step, point)
         self.take(step, point)
         self.losses_in(point.done)
         self._wait()
@@ -160,11 +164,6 @@ class Keeper:
             if self._published is not None:
                 self._published(path)
 
-    def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Run `work`; a UserError ends the job, because other ranks may not see it and would wait."""
-        try:
-            return work()
-        except UserError as error:
-            if self._worker.control.size > 1:
-                failure.refuse(error)
-            raise
+    @property
+    def _refusing(self) -> AbstractContextManager[None]:
+        return failure.refusing(self._worker.control.size)

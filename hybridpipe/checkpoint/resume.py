@@ -263,6 +263,7 @@ class _Reading:
         result.model |= {k: t for k, t in under("model", state.tensors).items() if k in self.wanted}
         mine = self.joined.add(read_optimizer(state, where))
         result.num_minibatches = int(state.meta.get("num_minibatches", 0))
+        result.num_skipped = max(result.num_skipped, int(state.meta.get("num_skipped", 0)))
         result.loss_scales = _loss_scales(state.meta.get("loss_scales", []), where)
         if "optimizer" in state.meta and (mine or s in self.owners()):
             self.optimizers.add(str(state.meta.get("optimizer")))

@@ -5,7 +5,6 @@ The threads have their own communicator, and poll it rather than wait inside MPI
 Invariant: a published checkpoint is the state after one minibatch on every rank. An error ends the job.
 """
 
-import os
 import platform
 import socket
 import threading
@@ -165,7 +164,6 @@ class Saver:
         self._communicator = communicator
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._held: dict[Path, int] = {}  # descriptors of the locks that rank 0 holds, by folder
 
     def start(self, snapshot: Snapshot, root: Path, manifest: dict[str, JSON] | None, keep: int) -> None:
         """Write and publish a checkpoint in the background, after the one before is published.
@@ -180,20 +178,9 @@ class Saver:
             Exception: the error of the checkpoint before, in a world of one rank; in others it ends the job.
         """
         self.wait()
-        self._hold(root.absolute())
         job = (snapshot, root.absolute(), manifest, keep)
         self._thread = threading.Thread(target=self._run, args=job, name="hybridpipe-checkpoint", daemon=True)
         self._thread.start()
-
-    def _hold(self, root: Path) -> None:
-        """Lock the folder first, so that another training's unfinished checkpoint is not removed."""
-        if self._communicator.rank == 0 and root not in self._held:
-            try:
-                self._held[root] = directory.hold(root)
-            except UserError as error:
-                if self._communicator.size > 1:
-                    failure.refuse(error)
-                raise
 
     def wait(self) -> None:
         """Wait until the started checkpoint is published. Raises as `start`."""
@@ -206,12 +193,9 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Wait, unlock the folders and free the communicator. Collective."""
+        """Wait, and free the communicator. Collective."""
         self.wait()
         self._communicator.Free()
-        for descriptor in self._held.values():
-            os.close(descriptor)
-        self._held = {}
 
     def _run(self, snapshot: Snapshot, root: Path, manifest: dict[str, JSON] | None, keep: int) -> None:
         try:

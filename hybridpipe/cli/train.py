@@ -7,7 +7,6 @@ DIR/metrics.jsonl  summary.json  trace.json  model.safetensors  report.html
 DIR/checkpoints/step-00000120/ ...
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,8 @@ from torch import nn
 
 from hybridpipe import environment
 from hybridpipe.callbacks.loggers import make_loggers
-from hybridpipe.checkpoint.directory import checkpoints, hold, stand_on
+from hybridpipe.checkpoint.claim import Claim
+from hybridpipe.checkpoint.directory import checkpoints, stand_on
 from hybridpipe.checkpoint.names import CHECKPOINTS, step_of
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.checkpoint.whole import write_whole
@@ -26,7 +26,7 @@ from hybridpipe.cli.profile import build_model
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.config import Config
 from hybridpipe.errors import UserError
-from hybridpipe.files import write_json
+from hybridpipe.files import write_json, writing
 from hybridpipe.health import failure
 from hybridpipe.health.watchdog import DEFAULT_SECONDS
 from hybridpipe.model.deferred import Factory
@@ -46,6 +46,7 @@ from hybridpipe.types import Loss
 MEMORY = ("peak_memory_bytes", "memory_before_bytes", "memory_limit_bytes", "memory_limit_origin")
 
 
+@failure.refusing()
 def train(
     config: Config,
     plan: str,
@@ -76,7 +77,8 @@ def train(
     except (OSError, ModuleNotFoundError) as error:  # missing data is reported in one line
         failure.refuse(error)
     try:
-        trainer = _trainer(config, model, loss, plan, cluster, hang_timeout, out)
+        trainer = _trainer(config, model, loss, plan, cluster, hang_timeout, out, resume)
+        trainer.claim(out)  # before anything is read or written there
         resumed = _resume(trainer, resume, out, resume_changed)
         if trainer.world.rank == 0:  # at once: measuring, and a search for another plan, take their time
             print("".join(f"{line}\n" for line in resumed), end="", flush=True)
@@ -119,7 +121,7 @@ def _remarks(trainer: Trainer, config: Config) -> Iterator[str]:
 def _start_folder(
     trainer: Trainer, out: Path, resume: str | None, start: RunStart, notes: Sequence[str]
 ) -> None:
-    """Make the run's folder, claim its checkpoints, print plan and notes, write run.json. Rank 0 only."""
+    """Begin the run's folder, settle whose its checkpoints are, print the plan and notes. Rank 0 only."""
     run_folder.begin(out)
     _report_plan(trainer, out)
     told = (*notes, *_claim_checkpoints(out, resume))
@@ -160,14 +162,10 @@ def _set_aside(folder: Path) -> list[str]:
         return []
     names = (f"{folder.name}.old{'' if n == 1 else f'.{n}'}" for n in count(1))
     aside = next(path for path in map(folder.with_name, names) if not path.exists())
-    try:
-        held = hold(folder)
+    claim = Claim(folder)  # a script may save there
+    with writing(aside):
         folder.rename(aside)
-        os.close(held)
-    except UserError as error:
-        failure.refuse(error)
-    except OSError as error:
-        failure.refuse(UserError(f"{aside}: cannot be written: {error.strerror}"))
+    claim.release()
     return [f"{folder} was another training's and is now {aside}: --resume auto would have resumed it"]
 
 
@@ -179,8 +177,10 @@ def _trainer(
     cluster: ClusterLike | None,
     hang_timeout: float,
     out: Path,
+    resume: str | None,
 ) -> Trainer:
-    callbacks = [callback.build() for callback in config.callbacks]
+    loggers = make_loggers(config.log.to, out, config.log.every, _continues_own(out, resume))
+    callbacks = [*(callback.build() for callback in config.callbacks), *loggers]
     return Trainer(
         model,
         loss=loss,
@@ -204,7 +204,7 @@ def _trainer(
         hang_timeout=hang_timeout,
         on_nonfinite=config.train.on_nonfinite,
         optimizer_per_stage=config.train.optimizer_per_stage,
-        callbacks=[*callbacks, *make_loggers(config.log.to, out, config.log.every)],
+        callbacks=callbacks,
     )
 
 
@@ -225,10 +225,7 @@ def _report_plan(trainer: Trainer, out: Path) -> None:
 def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
     """Gather, print and write the results of the run."""
     results = run_folder.gather_results(trainer, trace)
-    try:
-        write_whole(trainer.worker, out / "model.safetensors")
-    except UserError as error:
-        failure.refuse(error)
+    write_whole(trainer.worker, out / "model.safetensors")
     if results is None:
         return
     results.write(out)

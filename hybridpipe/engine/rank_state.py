@@ -72,6 +72,7 @@ class NewState:
         num_minibatches: minibatches trained on so far, for the learning rate.
         loss_scales: of the next minibatches, each with its value and the updates since it last changed; one
             under a synchronous schedule, empty: there was none.
+        num_skipped: updates left out so far, for numbers that were not finite.
         newest: the version of the present weights, counted in updates of the stream.
         versions: older weights that microbatches in flight use, by version and key.
         random: states of the random generators; None leaves them as they are.
@@ -85,6 +86,7 @@ class NewState:
     scheduler: SchedulerState | None = None
     num_minibatches: int = 0
     loss_scales: tuple[LossScale, ...] = ()
+    num_skipped: int = 0
     newest: int = 0
     versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     random: Generators | None = None
@@ -145,6 +147,8 @@ def put(executor: Executor, new: NewState) -> None:
             for of_stage, before in zip(layers.values(), executor.statistics.num_batches, strict=True)
         ]
     _put_update(executor, new)
+    if executor.check is not None:
+        executor.check.num_skipped = new.num_skipped
     if executor.stashed is not None:
         trained = {p: key for p, key in parameters(executor).items() if p.requires_grad}
         older = {
@@ -212,6 +216,7 @@ def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[
     update = executor.update
     state = State(prefixed("model", {**layers.tensors(), **buffers}))
     state.meta["num_minibatches"] = update.num_minibatches
+    state.meta["num_skipped"] = executor.num_skipped
     scales = (update.loss_scale,) if executor.scales is None else executor.scales.window()
     state.meta["loss_scales"] = [[scale.value, scale.updates] for scale in scales if scale.changes]
     batches = executor.statistics.num_batches[executor.held.index(s)]

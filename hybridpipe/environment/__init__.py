@@ -6,6 +6,7 @@ Not known here: MPI itself; only the standard library is imported. Invariant: no
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")  # set by launchers
 
@@ -20,6 +21,17 @@ def cores() -> frozenset[int]:
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(cores())
+
+
+def this_machine() -> str:
+    """Return a name that is equal for processes that see each other in /proc."""
+    machine = ""
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            machine += os.readlink(path) if Path(path).is_symlink() else Path(path).read_text().strip()
+        except OSError:
+            machine += str(os.getpid())  # no other process has it in common
+    return machine
 
 
 def launched_rank(env: Mapping[str, str] = os.environ) -> int:

@@ -161,6 +161,23 @@ def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
     end_job(code)
 
 
+@contextmanager
+def refusing(num_ranks: int | None = None) -> Iterator[None]:
+    """End the job in one line where a UserError leaves this context.
+
+    Other ranks may not meet it, as what rank 0 does alone, and would wait. In a world of one it is raised.
+
+    Args:
+        num_ranks: that train together; by default all.
+    """
+    try:
+        yield
+    except UserError as error:
+        if (MPI.COMM_WORLD.size if num_ranks is None else num_ranks) > 1:
+            refuse(error)
+        raise
+
+
 def refuse(error: Exception) -> NoReturn:
     """Print a user's mistake in one line, without a traceback, and end the job; never returns.
 

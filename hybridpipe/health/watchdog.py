@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import rank_status
+from hybridpipe.environment import this_machine
 from hybridpipe.health import exit_report, failure, hang
 from hybridpipe.health.hang import State
 
@@ -188,13 +189,7 @@ class Watchdog:
 
 
 def _this_process() -> _Process:
-    machine = ""
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        try:
-            machine += os.readlink(path) if Path(path).is_symlink() else Path(path).read_text()
-        except OSError:
-            machine += str(os.getpid())  # no other process has it in common
-    return _Process(socket.gethostname(), machine, os.getpid())
+    return _Process(socket.gethostname(), this_machine(), os.getpid())
 
 
 def _stacks(excluded_thread: int) -> str:

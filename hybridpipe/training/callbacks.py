@@ -132,9 +132,11 @@ class Callback:
 
     Attributes:
         needs_validation: True refuses a `fit` without validations.
+        folders: that it writes to; `fit` keeps other trainings out of them, until `Trainer.close`.
     """
 
     needs_validation = False
+    folders: Sequence[str | os.PathLike[str]] = ()
 
     def on_fit_start(self, run: Run) -> None:
         """Begin: the plan is made, and no minibatch is trained on yet."""

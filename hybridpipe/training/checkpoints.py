@@ -6,7 +6,7 @@ completely, or not at all.
 
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hybridpipe.checkpoint import snapshot
+from hybridpipe.checkpoint.claim import Claim
 from hybridpipe.checkpoint.names import name_of, step_of
 from hybridpipe.checkpoint.plain import is_weights
 from hybridpipe.checkpoint.policy import Checkpointing, Keeper
@@ -38,14 +39,14 @@ from hybridpipe.engine import consistency
 from hybridpipe.engine.allocator import room_left
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
-from hybridpipe.health import exit_report, preemption
+from hybridpipe.health import exit_report, failure, preemption
 from hybridpipe.model.deferred import Numbers
 from hybridpipe.model.tensors import tied
 from hybridpipe.planning.plan import Plan
 from hybridpipe.report.notices import notices
 from hybridpipe.stage.state import pack
 from hybridpipe.stage.statistics import statistics
-from hybridpipe.training.callbacks import CallbackList
+from hybridpipe.training.callbacks import Callback, CallbackList
 from hybridpipe.training.metrics import Past, Recorder
 from hybridpipe.training.train_state import EpochProgress, TrainState
 
@@ -90,6 +91,37 @@ class CheckpointManager:
         self._found_data: Found | None = None  # checkpoint whose data set must be compared
         self._came_from: Path | None = None
         self._saver: Saver | None = None
+        self._claims: dict[Path, Claim] = {}  # on rank 0, by folder
+
+    def claim(self, *folders: str | os.PathLike[str]) -> None:
+        """Keep other trainings out of folders until `close`; where one is, this one is refused.
+
+        Raises:
+            UserError: in a world of one; in others it ends the job.
+        """
+        for root in (Path(folder).resolve() for folder in folders if self._world.rank == 0):
+            if root not in self._claims:
+                with failure.refusing(self._world.size):
+                    self._claims[root] = Claim(root)
+
+    def enter(
+        self,
+        settings: Checkpointing | None,
+        callbacks: Sequence[Callback],
+        resume: Callable[..., list[str]] | str | None,
+        epochs: int,
+    ) -> int:
+        """Claim the folders that a `fit` writes to, then resume; return how many of all epochs are left.
+
+        Args:
+            resume: `Trainer.resume`; None to begin where the training is.
+            epochs: of the whole training.
+        """
+        of_callbacks = (folder for callback in callbacks for folder in callback.folders)
+        self.claim(*(() if settings is None else (settings.folder,)), *of_callbacks)
+        if settings is None or not callable(resume):
+            return epochs
+        return self._resume_epochs(resume, settings.folder, epochs)
 
     def leave_if_preempted(self, settings: Checkpointing | None) -> None:
         """Raise Preempted on all ranks if one was asked to stop; the state must have been saved."""
@@ -121,6 +153,7 @@ class CheckpointManager:
             callbacks: told of each checkpoint.
         """
         self._callbacks = callbacks or self._callbacks
+        self.claim(settings.folder)
         if self._saver is None:
             with rank_status.waiting("making communicators", range(self._world.size)):
                 self._saver = Saver(self._world.Dup())
@@ -229,15 +262,10 @@ class CheckpointManager:
             self._state.load(found.manifest.step, found.manifest.epoch, progress, found.run["history"])
         return found, [*found.notes, f"{AS_EXPECTED[1]}{found.path}: {found.place}"]
 
-    def resume_epochs(
+    def _resume_epochs(
         self, resume: Callable[..., list[str]], folder: str | os.PathLike[str], epochs: int
     ) -> int:
-        """Resume from a folder if nothing is trained yet; return how many of all epochs are left. Collective.
-
-        Args:
-            resume: `Trainer.resume`.
-            epochs: of the whole training.
-        """
+        """Resume from a folder if nothing is trained yet; return how many of all epochs are left."""
         if not self._state.step:
             for line in resume(folder, or_anew=True):
                 if not line.startswith(AS_EXPECTED):
@@ -315,10 +343,13 @@ class CheckpointManager:
         self._recorder.continue_from(_past(found))
 
     def close(self) -> None:
-        """Wait until the last checkpoint is published. Collective."""
+        """Wait until the last checkpoint is published, and let the folders go. Collective."""
         if self._saver is not None:
             self._saver.close()
             self._saver = None
+        for claim in self._claims.values():
+            claim.release()
+        self._claims = {}
 
     def _step_in(self, folder: str | os.PathLike[str]) -> int | None:
         """Return the step of the resumed checkpoint if it is in this folder, else None."""

@@ -7,13 +7,13 @@ Invariant: rank 0 writes, and what was written of an earlier training is removed
 import json
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from hybridpipe.errors import UserError
-from hybridpipe.files import write_json, write_text
-from hybridpipe.health import failure
+from hybridpipe.errors import NotSaved
+from hybridpipe.files import open_after, write_json, writing
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.report.folder import REPORT
@@ -54,12 +54,18 @@ class Records:
     def __init__(self, trainer: TrainerView, out: Path, appends: bool) -> None:
         self._file: TextIO | None = None
         if trainer.world.rank == 0:
-            self._file = _opened(out / "metrics.jsonl", trainer.step if appends else 0)
+            before = partial(_is_before, trainer.step if appends else 0)
+            self._file = open_after(out / "metrics.jsonl", before)
 
     def note(self, record: MinibatchRecord) -> None:
         """Write the record of a finished minibatch."""
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             print(json.dumps(asdict(record)), file=self._file, flush=True)
+        except OSError as error:
+            what = f"{self._file.name}: cannot be written: {error.strerror}"
+            raise NotSaved(what, record.step) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -68,16 +74,10 @@ class Records:
 
 
 def begin(out: Path) -> None:
-    """Make the folder, and remove an earlier training's results, which would be taken for this one's."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        failure.refuse(UserError(f"{out}: cannot be made: {error.strerror}"))
+    """Remove an earlier training's results from a claimed folder: they would be taken for this one's."""
     for path in map(out.joinpath, RESULTS):
-        try:
+        with writing(path):
             path.unlink(missing_ok=True)
-        except OSError as error:
-            failure.refuse(UserError(f"{path}: cannot be removed: {error.strerror}"))
 
 
 def write_plan(trainer: TrainerView, out: Path) -> None:
@@ -118,20 +118,10 @@ def gather_results(trainer: TrainerView, trace: bool = False) -> Results | None:
     return Results(summary, parts, traced, events)
 
 
-def _opened(path: Path, step: int) -> TextIO:
-    """Open the file of records to append from `step` on; 0 starts it anew.
-
-    Records from `step` on, written by a run that was lost, are dropped.
-    """
-    kept = []
-    if step and path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # a line cut short when the run was killed
-                break
-            if not isinstance(record, dict) or record.get("step", step) >= step:
-                break
-            kept.append(line)
-    write_text(path, "".join(f"{line}\n" for line in kept))
-    return path.open("a", encoding="utf-8")
+def _is_before(step: int, line: str) -> bool:
+    """True for a record of a minibatch before `step`; a run that was lost may have written later ones."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and record.get("step", step) < step

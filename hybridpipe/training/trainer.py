@@ -290,7 +290,7 @@ class Trainer(TrainerView):
 
         Raises:
             Preempted: with `checkpoint`, after a signal to any rank; all have stopped and saved.
-            UserError, NotSaved: a checkpoint cannot be saved or written.
+            UserError, NotSaved: a checkpoint cannot be saved or written, or another training writes there.
             ValueError: inside `no_sync`; a target or `eval_every` without `validation`, target_accuracy with
                 targets that are no classes; `resume` without `checkpoint`; `max_steps` or `eval_every` under
                 an asynchronous schedule.
@@ -309,8 +309,7 @@ class Trainer(TrainerView):
         of_fit |= {"breaks": breaks[:2], "drop_last": drop_last, "checkpoint": checkpoint}
         consistency.check_alike(self.world, {name: repr(value) for name, value in of_fit.items()})
         with preemption.listening(checkpoint is not None):  # measuring may take a minute
-            if resume is not None and checkpoint is not None:
-                epochs = self._checkpoints.resume_epochs(self.resume, checkpoint.folder, epochs)
+            epochs = self._checkpoints.enter(checkpoint, self._callbacks, resume and self.resume, epochs)
             dataset = self._feed.training_set(dataset, drop_last)
             validation = None if validation is None else self._feed.held_out_set("validation", validation)
             self.prepare(dataset, validation, folder=None if checkpoint is None else checkpoint.folder)

@@ -3,6 +3,7 @@
 Not known here: how a training is made. Invariant: nothing here changes a training.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.report.model import model_text
 from hybridpipe.training.autoplan import Choice
+from hybridpipe.training.checkpoints import CheckpointManager
 from hybridpipe.training.fit import FitLoop
 from hybridpipe.training.metrics import Recorder, Traced
 from hybridpipe.training.planmaker import PlanMaker
@@ -36,6 +38,7 @@ class TrainerView:
     recorder: Recorder
     rule: UpdateRule
     _maker: PlanMaker
+    _checkpoints: CheckpointManager
     _worker: Worker | None
     _continues_plan: bool
     _fitting: FitLoop | None  # the last call of `fit`
@@ -87,6 +90,10 @@ class TrainerView:
             why = "model and machines are measured with the first minibatch; train one first"
             raise RuntimeError("the Trainer is closed; make a new one" if self.state.closed else why)
         return self._worker
+
+    def claim(self, folder: str | os.PathLike[str]) -> None:
+        """Keep other trainings out of a folder until `close`; one that is there ends this one."""
+        self._checkpoints.claim(folder)
 
     def settings(self) -> dict[str, str | int | float]:
         """Sizes, seed, precision and plan by name, such as a logger shows."""

@@ -51,7 +51,9 @@ def test_a_script_gets_its_best_weights_back(make, tmp_path, more):
 
 def test_without_a_best_value_nothing_is_restored(make, tmp_path):
     """The folder may be an earlier training's."""
-    make(callbacks=[BestCheckpoint(tmp_path)]).fit(seeded(8), validation=seeded(8))
+    earlier = make(callbacks=[BestCheckpoint(tmp_path)])
+    earlier.fit(seeded(8), validation=seeded(8))
+    earlier.close()
     trainer = make(callbacks=[BestCheckpoint(tmp_path, "never", "max", restore=True)], metrics={
         "never": lambda outputs, targets: (float("nan"), 1)})  # fmt: skip
     before = trainer.model[0].weight.clone()

@@ -372,7 +372,9 @@ def test_what_an_older_version_saved_is_looked_at_before_the_training_ends_well(
     spoilt, data = partial(make, optimizer=partial(torch.optim.SGD, lr=math.inf)), TensorDataset(*data[:8])
     with monkeypatch.context() as older:
         older.setattr(Snapshot, "not_finite", lambda self: None)
-        spoilt().fit(data, checkpoint=Checkpointing(tmp_path))
+        trainer = spoilt()
+        trainer.fit(data, checkpoint=Checkpointing(tmp_path))
+        trainer.close()
     trainer = spoilt()
     trainer.resume(tmp_path)
     told = r"^after step 1 0\.weight is not finite: .*, and so it is in the resumed checkpoint"
@@ -435,6 +437,17 @@ def test_the_summary_counts_the_updates_that_were_left_out(make):
     for value in (1.0, torch.nan, 1.0):
         trainer.train_step(torch.full((8, 4), value).double(), torch.zeros(8, dtype=torch.long))
     assert trainer.summary()["updates_left_out"] == 1
+
+
+def test_updates_left_out_before_a_checkpoint_are_counted_under_any_plan(make, tmp_path):
+    """The count began anew at each resumption, and the report said that few were left out."""
+    for count, plan in enumerate((WHOLE, WHOLE, replace(WHOLE, num_microbatches=2), WHOLE), 1):
+        trainer = make(on_nonfinite="skip", plan=plan)
+        trainer.resume(tmp_path, or_anew=True)
+        trainer.train_step(torch.full((8, 4), torch.nan).double(), torch.zeros(8, dtype=torch.long))
+        assert trainer.summary()["updates_left_out"] == count
+        trainer.save(tmp_path)
+        trainer.close()
 
 
 def tensors_in(folder):

@@ -60,16 +60,15 @@ def test_a_training_anew_loses_no_earlier_one(tmp_path):
     ]
 
 
-def test_a_second_training_is_kept_out_while_the_first_one_runs(tmp_path, capfd):
+def test_a_second_training_is_kept_out_while_the_first_one_runs(tmp_path):
     folder = tmp_path / CHECKPOINTS
     first, second = trainer(), trainer()
     first.save(folder)
-    told = f"{folder}: another running training saves there"
-    with pytest.raises(UserError, match=f"^{told}$"):
+    told = f"^{folder}: another running training writes there"
+    with pytest.raises(UserError, match=told):
         second.save(folder)
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match=told):
         _claim_checkpoints(tmp_path, None)
-    assert told in capfd.readouterr().err
     assert last_good(folder)[0] == folder / "step-00000000"  # and nothing of the second one's
     assert not [*folder.glob(".step*")]
     first.close()
