@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from hybridpipe.errors import UserError
@@ -182,6 +183,8 @@ def explain(layers: Layers) -> Explanation:
 
 def known_layers(model: nn.Module, precision: Precision = FP32) -> SequentialLayers | None:
     """Return the layers of a model that shows them; None if its forward must be recorded first."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return SequentialLayers(model, "the model is TorchScript itself, not its parts", precision=precision)
     return SequentialLayers(model, precision=precision) if sequential.is_sequential(model) else None
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from hybridpipe.model.plan_fit import check_no_sync_norm, check_num_layers, check_shared, uses_of
 from hybridpipe.model.precision import FP32, Precision
-from hybridpipe.model.stage_module import StageModule
+from hybridpipe.model.stage_module import StageModule, calls_children
 from hybridpipe.planning.plan import Plan
 
 WHOLE = ""  # the name of the one layer of a model that no plan can cut: the model itself
@@ -17,8 +17,7 @@ WHOLE = ""  # the name of the one layer of a model that no plan can cut: the mod
 
 def is_sequential(model: nn.Module) -> bool:
     """Return True if the model only calls its children in order, so that a plan can cut it."""
-    is_plain = type(model).forward is nn.Sequential.forward and not (model._parameters or model._buffers)
-    return isinstance(model, nn.Sequential) and is_plain
+    return calls_children(model) and not (model._parameters or model._buffers)
 
 
 def num_layers(model: nn.Module) -> int:

@@ -53,7 +53,7 @@ class StageModule:
         self.module, self.first_layer, self.precision = nn.Sequential(*layers), first_layer, precision
         self.names = names or [str(first_layer + i) for i in range(len(layers))]
         self._calls: list[Callable[[Tree], Tree]] = [
-            layer if name or type(layer).forward is nn.Sequential.forward else partial(_call_with, layer)
+            layer if name or calls_children(layer) else partial(_call_with, layer)
             for name, layer in zip(self.names, layers, strict=True)
         ]
         self.renew()
@@ -182,6 +182,11 @@ class StageModule:
 def joined(path: str, name: str) -> str:
     """Return a path with a name behind it: "blocks.0", "weight" become "blocks.0.weight"."""
     return f"{path}.{name}" if path else name
+
+
+def calls_children(module: nn.Module) -> bool:
+    """Return True if a module only calls its children in order, as `nn.Sequential` does."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _call_with(model: nn.Module, value: Tree) -> Tree:

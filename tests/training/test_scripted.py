@@ -82,6 +82,14 @@ def test_it_trains_as_the_module_that_it_was_made_of(make_trainer, build, norm, 
     torch.testing.assert_close(dict(have), dict(state), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
+def test_a_model_that_is_one_trains_as_one_layer(make_trainer, options):
+    """Its class says `forward` to nobody, and `get_submodule` is not supported."""
+    losses, _ = trained(make_trainer, chained(nn.LayerNorm), options)
+    found, _ = trained(make_trainer, torch.jit.script(chained(nn.LayerNorm)), options)
+    torch.testing.assert_close(found, losses, rtol=0, atol=1e-12)
+
+
 def test_it_is_not_opened_however_large_it_is():
     assert layers_of(parts(nn.LayerNorm, torch.jit.script), INPUTS).names == [
         "first",
