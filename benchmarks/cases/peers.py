@@ -26,7 +26,7 @@ from jobs import Run, Way
 from plans import measured_cuts
 from results import Row, milliseconds, number, of, times_as_fast
 
-from hybridpipe.report.tables import TRACED
+from hybridpipe.report.rank_time import TRACED
 
 MODELS = ("gpt", "vgg", "mlp")
 MICROBATCHES = 8
