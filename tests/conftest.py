@@ -7,6 +7,8 @@ import pytest
 
 # Open MPI's component for libfabric sleeps a second in each MPI_Init, of which the tests have hundreds.
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+# Tests that run at once have 80 columns by pytest-xdist, and tables would be cut off there.
+os.environ.pop("COLUMNS", None)
 
 JOBS = ("benchmarks", "campaigns", "launch", "measure", "mpi")  # folders whose tests need the cores
 
