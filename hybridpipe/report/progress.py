@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hybridpipe.report.words import counted, few, rounded
 
 WINDOW_SECONDS = 10.0
-WIDTH = 115  # of a line, without the clock
+WIDTH = 120  # of a line, without the clock
 
 
 class Speed:
@@ -85,7 +85,7 @@ def progress_line(
     figures = [f"loss {rounded(loss)}"]
     if validation:
         figures.append("validation " + ", ".join(f"{name} {rounded(v)}" for name, v in validation.items()))
-    less = [] if learning_rate is None else [f"learning rate {learning_rate:.3g}"]
+    less = [] if learning_rate is None else [f"lr {learning_rate:.3g}"]
     less += [] if samples_per_second is None else [f"{samples_per_second:,.0f} samples/s"]
     left = [] if seconds_left is None else [f"{timedelta(seconds=round(seconds_left))} left"]
     while True:

@@ -18,7 +18,7 @@ def test_a_line_about_a_minibatch_and_one_about_an_epoch():
         "1 day, 1:01:01 left"
     ), "it had 150 characters with the clock: what metrics.jsonl has is left out"
     short = progress_line(Place(1, 2, 3, 6), 0.4, 1234.4, None, learning_rate=0.03)
-    assert short == "epoch 1/2, minibatch 3/6: loss 0.4000; learning rate 0.03; 1,234 samples/s"
+    assert short == "epoch 1/2, minibatch 3/6: loss 0.4000; lr 0.03; 1,234 samples/s"
 
 
 def test_what_is_not_known_is_left_out():

@@ -36,7 +36,7 @@ def said(capsys):
 
 def test_a_training_says_who_trains_which_plan_and_how_each_epoch_went(make, said):
     make().fit(seeded(24), 2, validation=seeded(8, seed=3))
-    figures = "loss N; validation loss N, accuracy 0.2500; learning rate 0.1; N samples/s"
+    figures = "loss N; validation loss N, accuracy 0.2500; lr 0.1; N samples/s"
     assert [re.sub(r"accuracy [\d.]+", "accuracy 0.2500", line) for line in said()] == [
         HOST,
         f"{PLAN}, as given",
@@ -72,7 +72,7 @@ def test_minibatches_have_a_line_once_the_last_one_is_old(make, said, monkeypatc
 def test_the_last_minibatches_are_told_where_no_epoch_ends(make, said):
     make().fit(seeded(24), max_steps=5)
     assert said()[2:] == [
-        "epoch 1, minibatch 3/5: loss N; learning rate 0.1; N samples/s; N left",
+        "epoch 1, minibatch 3/5: loss N; lr 0.1; N samples/s; N left",
         "epoch 2, minibatch 5/5: loss N; N samples/s",
     ]
 
