@@ -39,7 +39,7 @@ _KNOWN = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", *_DTYPES},
-    **dict.fromkeys(("builtins", "__builtin__"), {"getattr"}),  # of an enum's member, in Python 3.11.2
+    **{each: {"getattr"} for each in ("builtins", "__builtin__")},  # of an enum's member, in Python 3.11.2
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},  # Python 3.13
 }

@@ -35,7 +35,7 @@ from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import Tree, map_tensors, norms
 from hybridpipe.optim.fused import fused
-from hybridpipe.optim.update import with_names
+from hybridpipe.optim.named import with_names
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 from hybridpipe.stage.recompute import copied
 from hybridpipe.stage.stage import Stage

@@ -16,6 +16,7 @@ from torch.optim import optimizer as of_any
 
 from hybridpipe.errors import told
 from hybridpipe.model.rng import preserved_state, seed_generators
+from hybridpipe.optim.named import STANDS_FOR
 from hybridpipe.optim.shards import take_over
 
 # Those of torch that update an element from its own gradient and state. A subclass may do anything.
@@ -38,7 +39,6 @@ TENSORWISE = (
     torch.optim.SparseAdam,
     *(vars(torch.optim)[name] for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)),
 )
-STANDS_FOR = "stands_for"  # attribute of a parameter: the one on the meta device
 NUM_STEPS = 24
 LARGEST, MOST = 2**18, 2**20  # elements of a parameter, and of all: those of this rank, and again of others
 TOLERANCE = 1e-3  # of an update, beside rounding; LAMB's differ by half

@@ -8,7 +8,7 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
+from hybridpipe.optim.named import with_names
 from hybridpipe.optim.shards import Shards, take_over
-from hybridpipe.optim.trial import STANDS_FOR, why_not_apart
+from hybridpipe.optim.trial import why_not_apart
 from hybridpipe.planning.checks import NO_COMPRESSION, ON_NONFINITE, non_negative_int, one_of, positive
 from hybridpipe.planning.cluster import check_compression
 from hybridpipe.planning.plan import Plan
@@ -218,28 +219,6 @@ class UpdateRule:
             raise
         _check_step("optimizer", optimizer, "the pipeline computes the loss once for each minibatch")
         return optimizer
-
-
-def with_names(factory: OptimizerFactory, names: Mapping[Tensor, str]) -> OptimizerFactory:
-    """Return a factory that is called with parameters, of one that may ask for `named_parameters`.
-
-    As torch's optimizers do, such a one takes pairs (name, parameter). The names that they keep are dropped:
-    a stage's groups would differ from another plan's by them alone.
-    """
-    try:
-        asks = "named_parameters" in inspect.signature(factory).parameters
-    except ValueError:  # some built-in callables have no signature
-        asks = False
-    if not asks:
-        return factory
-
-    def named(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        optimizer = factory([(names[getattr(p, STANDS_FOR, p)], p) for p in parameters])
-        for group in optimizer.param_groups:
-            group.pop("param_names", None)
-        return optimizer
-
-    return named
 
 
 class Given(NamedTuple):

@@ -79,7 +79,7 @@ def test_mlflow(make, tmp_path, monkeypatch):
 
 def test_what_is_not_installed_is_named(make, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "mlflow", None)
-    with pytest.raises(UserError, match="mlflow cannot be imported .*pip install mlflow-skinny"):
+    with pytest.raises(UserError, match=r"mlflow cannot be imported .*pip install mlflow-skinny"):
         trained(make, MLflowLogger())
 
 

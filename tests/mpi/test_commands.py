@@ -182,7 +182,7 @@ def test_auto_explains_itself_and_both_timelines_are_kept(job, folder, for_the_g
     assert start.settings["train"] == {"minibatch": 16, "microbatch": 4, "epochs": 1}
     assert done.stdout.rstrip().endswith(f"written to {out}, with report.html")
     text = Tree((out / "report.html").read_text()).text
-    for told in ("Plan, and why", "Loss", "Predicted", "Measured", "The median minibatch of each rank", "rank 2"):
+    for told in ("Plan, and why", "Loss", "Predicted", "Measured", "Median minibatch of each rank", "rank 2"):
         assert told.lower() in text.lower(), told
     assert "Not in this report" not in text
     made = {out, *out.rglob("*")}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hybridpipe.optim.shards import Shards
-from hybridpipe.optim.update import LearningRate, Update, UpdateRule, with_names
+from hybridpipe.optim.update import LearningRate, Update, UpdateRule
 from tests.engine.helpers import assert_same, in_threads, make_plan, one_process
 
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -59,28 +59,6 @@ def test_a_gradient_that_another_stage_counts_is_clipped_and_not_counted():
     assert seen == [3 * 3.0**2]
     norm = math.sqrt(3 * 3.0**2 + 3 * 4.0**2)
     torch.testing.assert_close(1 - shared, torch.full_like(shared, 4 / norm), rtol=1e-5, atol=0)
-
-
-def test_a_factory_that_asks_for_names_gets_them():
-    weight, bias = parameters(1.0, 2.0)
-    names = {weight: "head.weight", bias: "head.bias"}
-
-    def by_name(named_parameters, lr):
-        decays = [{"params": [p], "weight_decay": float("bias" not in n)} for n, p in named_parameters]
-        return torch.optim.SGD(decays, lr=lr)
-
-    made = UpdateRule(partial(by_name, lr=0.5)).naming(names).optimizer([weight, bias])
-    assert [(g["params"], g["weight_decay"]) for g in made.param_groups] == [([weight], 1.0), ([bias], 0.0)]
-    assert with_names(sgd, names) is sgd
-    with_builtin = with_names(dict, {})  # it has no signature
-    assert with_builtin is dict
-
-
-def test_names_that_an_optimizer_keeps_are_no_options_of_it():
-    """Those of another plan's stage differ, and a checkpoint of it was refused."""
-    (weight,) = parameters(1.0)
-    made = with_names(lambda named_parameters: sgd(named_parameters), {weight: "head.weight"})([weight])
-    assert made.param_groups[0]["params"] == [weight] and "param_names" not in made.param_groups[0]
 
 
 # --- the learning rate
