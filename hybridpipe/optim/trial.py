@@ -7,6 +7,7 @@ states are as before, and what takes steps is another optimizer of the same fact
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -131,14 +132,22 @@ class _Trial:
         held, cut = set(own), {p for p, part in ranges.items() if 0 < len(part) < p.numel()}
         shapes = _sample([*(p for p in own if p in cut), *(p for p in own if p not in cut)])
         shapes |= _sample([p for p in everything if p not in held])
+        self._shapes = shapes
         self._all, self._own = ([p for p in tensors if p in shapes] for tensors in (everything, own))
         self._ranges = {p: _scaled(part, p, shapes[p]) for p, part in ranges.items() if p in shapes}
-        drawn = [_drawn(i, shapes[p], p.dtype) * (1 + 9 * i / len(shapes)) for i, p in enumerate(self._all)]
-        self._weights = dict(zip(self._all, drawn))
-        self._gradients = {p: each.view(-1).flip(0).view(each.shape) for p, each in self._weights.items()}
         self._what = "a part of a parameter" if ranges else "a stage's parameters"
         self._than = "the whole" if ranges else "among the whole model's"
         self.has_changed = False
+
+    @cached_property
+    def _weights(self) -> dict[Tensor, Tensor]:
+        """The numbers of norm 1 that each parameter begins with, times a factor of its own."""
+        count = len(self._shapes)
+        return {p: _drawn(i, self._shapes[p], p.dtype) * (1 + 9 * i / count) for i, p in enumerate(self._all)}
+
+    @cached_property
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        return {p: each.view(-1).flip(0).view(each.shape) for p, each in self._weights.items()}
 
     @contextmanager
     def lending(self) -> Iterator[None]:
@@ -156,7 +165,8 @@ class _Trial:
         """Return how the options differ that the factory gives a parameter among others and among all."""
         if self._ranges:
             return None  # it is called with all
-        self._begin(PLAIN)
+        for p in self._all:  # no memory is taken: torch's own pass without a step
+            p.grad, p.data = None, torch.zeros((), dtype=p.dtype, device=self._device).expand(self._shapes[p])
         among_all, apart = (_options(self._make(tensors)) for tensors in (self._all, self._own))
         for p in self._own:
             for name, value in apart.get(p, {}).items():
