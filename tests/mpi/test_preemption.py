@@ -10,6 +10,7 @@ import re
 import pytest
 
 from hybridpipe.checkpoint import directory
+from hybridpipe.checkpoint.names import LOCK
 
 # On 2-1, ranks 0 and 1 share the first stage: while one of them is at the point, the others wait in a receive
 # or in an all-reduce.
@@ -52,7 +53,8 @@ def test_stopped_in_every_phase_a_training_ends_as_if_never_asked(job, tmp_path,
         (step,) = {end["step"] for end in ends}
         assert len(re.findall(r"^hybridpipe: stopped", done.stdout, re.MULTILINE)) == 1, done.stdout
         if phase == "start":
-            assert step == 0 and "with nothing to save" in done.stdout and not checkpoints.exists()
+            assert step == 0 and "with nothing to save" in done.stdout
+            assert {each.name for each in checkpoints.iterdir()} == {LOCK}  # the folder was claimed
         else:
             assert directory.step_of(directory.last_good(checkpoints)[0]) == step, done.stdout
         assert step >= before, f"{phase}: less than before\n{done.stdout}"
