@@ -41,6 +41,7 @@ def trainer() -> Trainer:
         optimizer=partial(Spoiling, lr=0.01),
         plan=Plan((StageSpec(0, 2), StageSpec(2, 3)), num_microbatches=2),
         minibatch_size=12,
+        optimizer_per_stage=True,  # a trial would find what it does
     )
 
 
