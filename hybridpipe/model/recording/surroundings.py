@@ -116,8 +116,10 @@ def _same(now: Any, before: Any) -> bool:
 def _rename(each: Any, now: dict[str, Any], before: dict[str, Any]) -> None:
     """Bring back what names stand for in a class, a cell or slots, or in a function's module."""
     for name in now.keys() | before.keys():
-        if isinstance(each, FunctionType):
-            each.__globals__[name] = before[name]  # code names what is there
+        if isinstance(each, FunctionType) and name in before:
+            each.__globals__[name] = before[name]
+        elif isinstance(each, FunctionType):
+            each.__globals__.pop(name, None)  # made by the forward
         elif name not in before:
             delattr(each, name)
         elif now.get(name) is not before[name]:

@@ -122,3 +122,16 @@ def test_objects_of_python_and_of_packages_are_not_looked_through():
     before = Surroundings([model])
     held = [each for each, _ in before._kept]
     assert model.lock not in held and model.logger.__dict__ not in held
+
+
+def makes_a_global():
+    global made_late
+    made_late = torch.ones(2)
+
+
+def test_a_global_that_a_forward_makes_is_gone_afterwards():
+    """Its name was not there before, and a KeyError left it and the rest as they were."""
+    found = Surroundings([makes_a_global])
+    makes_a_global()
+    found.restore()
+    assert "made_late" not in globals()
