@@ -84,16 +84,17 @@ def _read(plan: PlanLike) -> Plan | str:
     return read_plan(path)
 
 
-def _shareable(request: PlanRequest, model: nn.Module, rule: UpdateRule, tells: bool) -> PlanRequest:
+def _shareable(request: PlanRequest, model: nn.Module, rule: UpdateRule, world: MPI.Comm) -> PlanRequest:
     """Return the request; nothing is shared out by choice if the optimizer cannot update parts of parameters.
 
-    Args:
-        tells: print the reason.
+    Collective: a trial may fail on one rank alone, as for want of memory.
     """
-    why = rule.why_not_halved(model) if request.zero == AUTO else None
+    if request.zero != AUTO:
+        return request
+    why = next(filter(None, world.allgather(rule.why_not_halved(model))), None)
     if why is None:
         return request
-    if tells:
+    if world.rank == 0:
         notices.tell(f"replicas share out no update: {why}")
     return replace(request, zero=0)
 
@@ -144,7 +145,7 @@ class PlanMaker:
     ) -> None:
         self.numbers, self._say = numbers, say
         self.folder: Path | None = None  # where measured machines are found, and kept
-        request = _shareable(request, model, rule, world.rank == 0)
+        request = _shareable(request, model, rule, world)
         self._request, self._model, self._loss, self._rule = request, model, loss, rule
         self._layers: Layers | None = known_layers(model, rule.precision)  # None before a recording
         self._predicts = predicts or memory is not None
