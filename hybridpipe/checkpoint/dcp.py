@@ -1,7 +1,7 @@
 """Folders of torch.distributed.checkpoint (DCP): written and read by torch's own API, one tensor at a time.
 
-Not known here: checkpoints and models. Invariant: torch never unpickles a folder's `.metadata`; it is given
-the description that `read_description` has made of its bytes.
+Not known here: checkpoints and models; imported where it is used, since torch's part takes 0.7 s.
+Invariant: torch never unpickles a `.metadata`, but gets the description that `read_description` makes.
 """
 
 import io
@@ -23,15 +23,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from hybridpipe.checkpoint.description import read_description
 from hybridpipe.checkpoint.disk import open_regular, read_bounded
+from hybridpipe.checkpoint.names import DCP_METADATA
 from hybridpipe.errors import UserError, shown
 
-METADATA = ".metadata"
 _MOST_METADATA = 2**30  # bytes; a tensor of one chunk takes some 300
-
-
-def is_dcp(folder: Path) -> bool:
-    """True if the folder is one of torch.distributed.checkpoint."""
-    return (folder / METADATA).exists()
 
 
 def write_dcp(folder: Path, forms: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
@@ -66,7 +61,7 @@ class DcpFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, path = folder, folder / METADATA
+        self._folder, path = folder, folder / DCP_METADATA
         found = read_description(read_bounded(path, _MOST_METADATA), str(path))
         self._reader = _Reader(folder, found)
         with _told(path, "cannot be understood"):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hybridpipe.checkpoint.dcp import write_dcp
 from hybridpipe.checkpoint.disk import new_folder, replacing
 from hybridpipe.checkpoint.names import Format
 from hybridpipe.checkpoint.plain import INDEX, WHOLE
@@ -40,6 +39,8 @@ def write(
         if form == "hf":
             _write_shards(folder, saved)
         else:
+            from hybridpipe.checkpoint.dcp import write_dcp
+
             write_dcp(folder, saved.forms, saved.read)
         if describe is not None:
             describe(folder)

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, get_args
 
 CHECKPOINTS = "checkpoints"  # the folder in OUT
 LATEST, LOCK = "latest", ".lock"
+DCP_METADATA = ".metadata"  # of a folder of torch.distributed.checkpoint
 _NAME = re.compile(r"(\.?)step-(\d{8,18})(?:\.(tmp|replaced|deleted))?")
 
 State = Literal["tmp", "replaced", "deleted"]

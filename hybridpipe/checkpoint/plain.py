@@ -6,15 +6,19 @@ more than one tensor is in memory beside the model's own.
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hybridpipe.checkpoint.dcp import METADATA, DcpFolder, is_dcp
+from hybridpipe.checkpoint.names import DCP_METADATA
 from hybridpipe.checkpoint.shard import PlainFile
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import read_object
 from hybridpipe.model.tensors import tied
 from hybridpipe.stage.state import check_fits, described
+
+if TYPE_CHECKING:
+    from hybridpipe.checkpoint.dcp import DcpFolder
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # files of save_pretrained
 
@@ -36,8 +40,8 @@ class Weights:
 
     def __init__(self, source: Path, model: Mapping[str, Tensor]) -> None:
         self._tensors: dict[str, tuple[PlainFile | DcpFolder, str]] = {}
-        if source.is_dir() and is_dcp(source):
-            folder = DcpFolder(source)
+        if source.is_dir() and _is_dcp(source):
+            folder = _dcp_folder(source)
             named = _of_model(folder.forms, model, source)
             self._tensors |= {key: (folder, name) for key, name in named.items()}
         else:
@@ -64,8 +68,18 @@ class Weights:
 
 def is_weights(source: Path) -> bool:
     """True if the path is that of a file of weights, or of a folder of them (`Weights`)."""
-    of_folder = any((source / name).exists() for name in (WHOLE, INDEX)) or is_dcp(source)
+    of_folder = any((source / name).exists() for name in (WHOLE, INDEX)) or _is_dcp(source)
     return source.suffix == ".safetensors" or of_folder
+
+
+def _dcp_folder(source: Path) -> "DcpFolder":
+    from hybridpipe.checkpoint import dcp
+
+    return dcp.DcpFolder(source)
+
+
+def _is_dcp(folder: Path) -> bool:
+    return (folder / DCP_METADATA).exists()
 
 
 def _files_of(source: Path) -> list[Path]:
@@ -75,7 +89,7 @@ def _files_of(source: Path) -> list[Path]:
         return [source / WHOLE]
     index = source / INDEX
     if not index.exists():
-        what = f"{WHOLE} or {INDEX} (save_pretrained), or {METADATA} (torch.distributed.checkpoint)"
+        what = f"{WHOLE} or {INDEX} (save_pretrained), or {DCP_METADATA} (torch.distributed.checkpoint)"
         raise UserError(f"{source}: must hold {what}")
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):

@@ -12,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from hybridpipe.checkpoint import dcp as dcp_folders
-from hybridpipe.checkpoint.dcp import METADATA, DcpFolder, write_dcp
+from hybridpipe.checkpoint.dcp import DcpFolder, write_dcp
 from hybridpipe.checkpoint.description import read_description
+from hybridpipe.checkpoint.names import DCP_METADATA
 from hybridpipe.checkpoint.plain import Weights
 from hybridpipe.errors import UserError
 
@@ -100,7 +101,7 @@ def test_a_model_that_is_there_twice_is_refused_unless_one_has_its_names(tmp_pat
 
 
 def test_a_damaged_description_is_told_in_one_line(folder):
-    path = folder / METADATA
+    path = folder / DCP_METADATA
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(
         UserError, match=r"^[^\n]*/\.metadata: must be torch's description of tensors: [^\n]*$"
@@ -117,7 +118,7 @@ def test_a_description_that_is_exchanged_while_it_is_read_runs_nothing(folder, c
     """It was looked through in one opening and unpickled from another."""
 
     def read_then_exchanged(pickle_bytes, source):
-        (folder / METADATA).write_bytes(pickle.dumps(Evil()))
+        (folder / DCP_METADATA).write_bytes(pickle.dumps(Evil()))
         return read_description(pickle_bytes, source)
 
     monkeypatch.setattr(dcp_folders, "read_description", read_then_exchanged)
@@ -137,10 +138,10 @@ def test_a_pipe_that_comes_in_a_files_place_while_the_folder_is_read_is_not_wait
 
 def moved(folder: Path, name: object) -> None:
     """Let the description name another file."""
-    description = pickle.loads((folder / METADATA).read_bytes())
+    description = pickle.loads((folder / DCP_METADATA).read_bytes())
     for info in description.storage_data.values():
         object.__setattr__(info, "relative_path", name)
-    (folder / METADATA).write_bytes(pickle.dumps(description))
+    (folder / DCP_METADATA).write_bytes(pickle.dumps(description))
 
 
 def test_a_file_outside_of_the_folder_is_not_read(folder):
