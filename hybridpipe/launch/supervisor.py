@@ -382,4 +382,4 @@ def _how_to_go_on(options: LaunchOptions) -> str:
 
 
 def _say(what: str) -> None:
-    print(f"hybridpipe launch: {what}", file=sys.stderr, flush=True)
+    print(f"hybridpipe: {what}", file=sys.stderr, flush=True)

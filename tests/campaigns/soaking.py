@@ -216,7 +216,7 @@ def _ended(command: Sequence[str], settings: Mapping[str, str], limit: float, lo
 
 def _came(fault: Fault, log: str) -> bool:
     """Once, in its attempt: an attempt has one fault, and a point may come again after a restart."""
-    attempts = re.split(r"hybridpipe launch: attempt \d+: ", log)
+    attempts = re.split(r"hybridpipe: attempt \d+: ", log)
     said = f"rank {fault.rank}: injected {fault.kind} at {fault.point}, "
     return fault.attempt < len(attempts) and said in attempts[fault.attempt]
 

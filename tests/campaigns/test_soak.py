@@ -17,8 +17,8 @@ from tests.campaigns import soaking
 
 TWO = Plan((StageSpec(0, 3), StageSpec(3, 6)), schedule="pipedream", num_microbatches=1)
 LOG = """hybridpipe: rank 1: injected kill at forward, step 2, microbatch 0, time 1
-hybridpipe launch: attempt 0: a rank was lost: SIGKILL; restarting from where it began
-hybridpipe launch: done after 2 attempts
+hybridpipe: attempt 0: a rank was lost: SIGKILL; restarting from where it began
+hybridpipe: done after 2 attempts
 """
 
 

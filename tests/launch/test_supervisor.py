@@ -136,8 +136,8 @@ def test_a_second_attempt_goes_on_with_this_trainings_checkpoint_only(launch, mo
     assert process.returncode == 0, err
     start = "the last good checkpoint" if second.endswith("auto") else "where it began"
     lost = f"a rank was lost: SIGKILL (rank 1 on host {platform.node()})"
-    assert f"hybridpipe launch: attempt 0: {lost}; restarting from {start}" in err
-    assert err.rstrip().endswith("hybridpipe launch: done after 2 attempts")
+    assert f"hybridpipe: attempt 0: {lost}; restarting from {start}" in err
+    assert err.rstrip().endswith("hybridpipe: done after 2 attempts")
     started = Counter(" ".join(line.split()[3:]) for line in out.splitlines())
     assert started == Counter([words, second] * 2) and nobody_is_left(out)
 
