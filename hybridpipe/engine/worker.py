@@ -141,8 +141,10 @@ class Worker:
 
     def _build_stage(self, s: int, loss: Loss, seed: int) -> Stage:
         plan = self.plan
+        layers = self.layers.stage(plan.stages[s].start, plan.stages[s].stop)
+        layers.alternates = plan.alternates
         return Stage(
-            self.layers.stage(plan.stages[s].start, plan.stages[s].stop),
+            layers,
             self.device,
             seed,
             loss if s == plan.num_stages - 1 else None,
@@ -264,6 +266,7 @@ class Worker:
             numbers = blank(minibatch)
             for m, loss in losses.items():
                 numbers[m] = loss
+            self.layers.settle()
             return self.share(numbers), events
 
     def stream(
@@ -293,6 +296,7 @@ class Worker:
                 yield shared, update.events
             while ahead:
                 yield [self.share(ahead.popleft())], []
+            self.layers.settle()
 
     def loads(self, counts: Sequence[int], begin: int = 0, stream_start: int = 0) -> list[tuple[int, int]]:
         """Return the (minibatch, microbatch) pairs that this rank loads in a training epoch, in order.
@@ -372,6 +376,7 @@ class Worker:
         finally:
             for module, training in modes:
                 module.training = training
+            self.layers.settle()
             for stage, before in zip(stages, vary, strict=True):
                 stage.layers.shapes_vary = before
 

@@ -5,6 +5,7 @@ nothing has changed but what `unwatched` names; they keep alive what they know b
 """
 
 import ctypes
+import dis
 import logging
 import operator
 import random
@@ -15,7 +16,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from multiprocessing.synchronize import SemLock
 from pathlib import PurePath
@@ -49,6 +50,7 @@ _LOGGERS = (logging.Logger, logging.LoggerAdapter)
 _ONE = (BuiltinFunctionType, MethodDescriptorType, np.ufunc, *_GETTERS, ModuleType, Enum, *_LOCKS, *_LOGGERS)
 OF_CLASSES = (FunctionType, property, classmethod, staticmethod, type)
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy"}  # packages whose code users do not change
+OF_SCOPE = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 OF_TORCH = frozenset(vars(nn.Module()))  # tables of parameters, children and hooks, and the mode
 
 Named = tuple[str, Any]
@@ -111,9 +113,14 @@ class Look:
     """
 
     def __init__(self, known: Mapping[int, int], alike: bool = False) -> None:
-        self._seen = dict(known)
+        self._seen: dict[int, Any] = dict(known)
         self._alike = alike
         self.missed: list[str] = []
+        self.begin(None)
+
+    def begin(self, owner: Any) -> None:
+        """Number the objects that follow from 0, as this owner's: another one's growth leaves them alone."""
+        self._owner, self._count = owner, 0
 
     def at(self, value: Any) -> Any:
         """Return the contents of an attribute."""
@@ -142,7 +149,8 @@ class Look:
         if parts is None:
             return (kind, value) if _is_value(kind) else self._missed(value)
         self._left -= len(parts)
-        self._seen[id(value)] = len(self._seen)
+        self._seen[id(value)] = self._owner, self._count
+        self._count += 1
         contents = [self._content(each, depth - 1) for each in parts]
         return (*same(value), contents) if isinstance(value, type) else (kind, contents)
 
@@ -232,10 +240,15 @@ def _fields(value: Any) -> Iterator[Named]:
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict):
         yield from _own(value) if isinstance(value, nn.Module) else held.items()
-    for base in type(value).__mro__:
+    yield from ((name, getattr(value, name, None)) for name in slots(type(value)))
+
+
+def slots(kind: type) -> Iterator[str]:
+    """Yield the names under which a class's objects have slots; those of private ones are mangled."""
+    for base in kind.__mro__:
         for name, slot in vars(base).items() if "__slots__" in vars(base) else ():
             if isinstance(slot, MemberDescriptorType):
-                yield name, getattr(value, name, None)
+                yield name
 
 
 def _of_class(kind: type) -> Iterator[Any]:
@@ -251,8 +264,9 @@ def _size(value: Any) -> int:
 
 def globals_of(function: FunctionType) -> Iterator[Named]:
     """Yield the globals that a function names, and what it names of modules that are the user's."""
-    names, scope = [*_names(function.__code__)], function.__globals__
-    for name in names:
+    scope = function.__globals__
+    of_scope, names = _names(function.__code__)
+    for name in of_scope:
         if name in scope:
             value = scope[name]
             yield name, value
@@ -260,8 +274,10 @@ def globals_of(function: FunctionType) -> Iterator[Named]:
                 yield from ((inner, vars(value)[inner]) for inner in names if inner in vars(value))
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _names(each)
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[list[str], list[str]]:
+    """Return the globals that code names, and all names, attributes among them."""
+    of_scope = [each.argval for each in dis.get_instructions(code) if each.opname in OF_SCOPE]
+    inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
+    names = chain(code.co_names, *(names for _, names in inner))
+    return [*dict.fromkeys(chain(of_scope, *(found for found, _ in inner)))], [*dict.fromkeys(names)]

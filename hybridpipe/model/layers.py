@@ -17,7 +17,13 @@ from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import SEQUENTIAL, WHOLE, Explanation, LayerFacts
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.recorded import RecordedModel
-from hybridpipe.model.recording import LossReadsForward, Records, SetsWeights, Unsplittable
+from hybridpipe.model.recording import (
+    CallsBackward,
+    LossReadsForward,
+    Records,
+    SetsWeights,
+    Unsplittable,
+)
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import SharedParameter
@@ -72,6 +78,9 @@ class Layers(Protocol):
     def changed(self) -> bool:
         """Return True if users have changed, since the last call, more than modes, hooks and flags."""
 
+    def settle(self) -> None:
+        """Let what the layers have changed of themselves in a run not count as changed."""
+
     @property
     def unwatched(self) -> list[str]:
         """Names of the attributes in which `changed` may miss a change."""
@@ -91,9 +100,7 @@ class SequentialLayers:
     """The children of an `nn.Sequential`; any other model is one layer.
 
     Args:
-        why_whole: the reason why a model is one layer, for the message to a plan of several.
-        measurable: False if its loss reads the model itself, so that a copy cannot be measured.
-        writes: `why_whole`, if that is that the forward puts other numbers into parameters.
+        why: the reason why a model is one layer, which may forbid some plans of one stage, too.
         precision: in which the layers run.
 
     Raises:
@@ -101,16 +108,11 @@ class SequentialLayers:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        why_whole: str = "",
-        measurable: bool = True,
-        precision: Precision = FP32,
-        writes: str = "",
+        self, model: nn.Module, why: Unsplittable | None = None, precision: Precision = FP32
     ) -> None:
         self.model, self.num_layers, self.precision = model, sequential.num_layers(model), precision
-        self.path = self.why_whole = why_whole
-        self._measurable, self._writes = measurable, writes
+        self.path = self.why_whole = str(why or "")
+        self._why = why
 
     def explain(self) -> Explanation:
         """Return what was made of the model, without what layers share."""
@@ -140,7 +142,10 @@ class SequentialLayers:
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError unless the plan fits the model."""
         sequential.check_plan(self.model, plan, self.why_whole)
-        plan_fit.check_writes(plan, self._writes)
+        if isinstance(self._why, SetsWeights):
+            plan_fit.check_writes(plan, self.why_whole)
+        if isinstance(self._why, CallsBackward):
+            plan_fit.check_backward(plan, self.why_whole)
 
     def expects(self, inputs: Callable[[], Any]) -> bool:
         """Return True: shapes are told with the first message."""
@@ -155,6 +160,9 @@ class SequentialLayers:
         """Return False: layers are called as they are."""
         return False
 
+    def settle(self) -> None:
+        """Keep nothing: `changed` is False."""
+
     def renew(self) -> None:
         """Keep the layers: stages call the modules as they are."""
 
@@ -164,10 +172,10 @@ class SequentialLayers:
         Raises:
             UserError: a part of the model cannot be copied, or the loss reads the model itself.
         """
-        if not self._measurable:
+        if isinstance(self._why, LossReadsForward):
             by_name = "a plan by name measures a copy of the model, which this loss does not read"
             raise UserError(f"{self.why_whole}; {by_name}: give a Plan of one stage")
-        return SequentialLayers(copied(self.model), self.why_whole, precision=self.precision)
+        return SequentialLayers(copied(self.model), self._why, self.precision)
 
 
 def shared_parameters(layers: Layers) -> tuple[SharedParameter, ...]:
@@ -184,7 +192,8 @@ def explain(layers: Layers) -> Explanation:
 def known_layers(model: nn.Module, precision: Precision = FP32) -> SequentialLayers | None:
     """Return the layers of a model that shows them; None if its forward must be recorded first."""
     if isinstance(model, torch.jit.ScriptModule):
-        return SequentialLayers(model, "the model is TorchScript itself, not its parts", precision=precision)
+        why = Unsplittable("the model is TorchScript itself, not its parts")
+        return SequentialLayers(model, why, precision)
     return SequentialLayers(model, precision=precision) if sequential.is_sequential(model) else None
 
 
@@ -204,6 +213,4 @@ def layers_of(
         known = known_layers(model, precision)
         return known or RecordedModel(model, Records(model, precision), inputs, loss, targets)
     except Unsplittable as error:
-        measurable = not isinstance(error, LossReadsForward)
-        writes = str(error) if isinstance(error, SetsWeights) else ""
-        return SequentialLayers(model, str(error), measurable, precision, writes)
+        return SequentialLayers(model, error, precision)

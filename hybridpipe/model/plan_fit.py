@@ -9,6 +9,7 @@ from itertools import chain
 
 from torch import nn
 
+from hybridpipe.model.recording.refusals import writes_weight
 from hybridpipe.model.stage_module import joined
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import SharedParameter
@@ -26,15 +27,19 @@ def check_num_layers(plan: Plan, count: int, why_whole: str) -> None:
 
 
 def check_writes(plan: Plan, told: str) -> None:
-    """Raise ValueError unless a plan runs each microbatch's forward once and its backward before the next.
+    """Raise ValueError if a plan would order a forward's writes to parameters otherwise than one process.
 
     Args:
         told: how the forward writes to parameters, with the user's line; "" if it does not.
     """
-    recomputes = plan.recompute or any(stage.recompute for stage in plan.stages)
-    if told and (recomputes or plan.schedule != "1f1b"):
-        got = "recompute" if recomputes else plan.schedule
-        raise ValueError(f"{told}: only schedule = '1f1b' without recompute trains it right, got {got}")
+    if told and not plan.alternates:
+        raise ValueError(str(writes_weight(told)))
+
+
+def check_backward(plan: Plan, told: str) -> None:
+    """Raise ValueError if gradients that a forward adds by itself, as `told`, would not be weighted right."""
+    if plan.num_ranks > 1 or plan.num_microbatches > 1:
+        raise ValueError(f"{told}: only one rank and one microbatch a minibatch train it right")
 
 
 def check_no_sync_norm(name: str, layer: nn.Module, why: str) -> None:

@@ -24,7 +24,7 @@ from hybridpipe.model.plan_fit import check_no_sync_norm, check_num_layers, chec
 from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.records import MOST_SHAPES, Records
-from hybridpipe.model.recording.refusals import random_path
+from hybridpipe.model.recording.refusals import random_path, writes_weight
 from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.settings import Settings
 from hybridpipe.model.stage_module import Seed, StageModule, joined
@@ -159,6 +159,10 @@ class RecordedModel:
     def changed(self) -> bool:
         """Return True if settings have changed since the last call."""
         return self._settings.changed()
+
+    def settle(self) -> None:
+        """Let what modules that are called whole have changed of themselves in a run not count."""
+        self._settings.settle()
 
     @property
     def unwatched(self) -> list[str]:
@@ -347,6 +351,8 @@ class RecordedStage(StageModule):
 
     def _slice(self, record: Record) -> Slice:
         if record.digest not in self._slices:
+            if record.writes and not self.alternates:
+                raise writes_weight(record.writes)
             start = 0 if self._begin is None else record.cut(self._begin)
             stop = len(record.events) if self._end is None else record.cut(self._end)
             self._slices[record.digest] = Slice(

@@ -46,6 +46,16 @@ class _Table(NamedTuple):
     others: list[Any]
 
 
+class _Present(NamedTuple):
+    """Settings at one time: those of modules that are opened, and of those that are called whole."""
+
+    opened: list[Any]
+    whole: list[Any]
+
+    def of(self, is_whole: bool) -> list[Any]:
+        return self.whole if is_whole else self.opened
+
+
 class Settings:
     """The present settings of a model, to be compared with later ones in about 1 us a module.
 
@@ -65,13 +75,25 @@ class Settings:
         self._classes = own_classes(self._modules)
         self._opened = set(own_classes(each for each in self._modules if id(each) not in whole))
         self._known = {id(each): i for i, each in enumerate(self._modules)}
+        self._whole = whole | {id(each) for each in self._classes if each not in self._opened}
         self._tables: dict[int, _Table] = {}
         self._latest = self._present()
+        self._may_change = True
 
     def changed(self) -> bool:
         """Return True if the settings differ from those at the last call."""
         before, self._latest = self._latest, self._present()
+        self._may_change |= self._latest != before
         return self._latest != before
+
+    def settle(self) -> None:
+        """Let changes by units, which have just run, not count: a count of calls, an activation that is kept.
+
+        It looks after each run until one has changed nothing, and again after any change.
+        """
+        if self._may_change:
+            now = _Present(self._latest.opened, self._present().whole)
+            self._may_change, self._latest = now != self._latest, now
 
     def unwatched(self) -> list[str]:
         """Return the attributes in which `changed` may miss a change."""
@@ -80,28 +102,31 @@ class Settings:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Let changes by the body not count, such as entries in a list that the forward fills."""
-        is_settled = self._present() == self._latest
+        before = self._present()
         yield
-        if is_settled:
-            self._latest = self._present()
+        parts = zip(self._latest, before, self._present(), strict=True)
+        self._latest = _Present(*(now if old == latest else latest for latest, old, now in parts))
 
-    def _present(self) -> list[Any]:
-        look = Look(self._known)
-        readable = (each for each in self._modules if not isinstance(each, torch.jit.ScriptModule))
-        found = [self._held(module, vars(module), (), look) for module in readable]
-        for kind in self._classes:
-            found += [self._held(kind, vars(kind), OF_CLASSES, look), self._of_forward(kind, look)]
+    def _present(self) -> _Present:
+        look, found = Look(self._known), _Present([], [])
         for module in self._modules:
+            contents = found.of(id(module) in self._whole)
+            if not isinstance(module, torch.jit.ScriptModule):
+                contents.append(self._held(module, vars(module), (), look))
             for name, buffer in module._buffers.items():
                 if buffer is not None and (id(module), name) not in self._replaced:
-                    found.append((name, same_tensor(buffer)))
+                    contents.append((name, same_tensor(buffer)))
+        for kind in self._classes:
+            held = self._held(kind, vars(kind), OF_CLASSES, look)
+            found.of(id(kind) in self._whole).append((held, self._of_forward(kind, look)))
         return found
 
     def _held(self, owner: object, table: Mapping[str, Any], wholes: tuple[type, ...], look: Look) -> Any:
         """Return the contents of a module's or a class's table, in which `wholes` are told by identity."""
         known = self._tables.get(id(owner))
         if known is None or not _is_same(table, known):
-            known = self._tables[id(owner)] = _looked_through(table, wholes, look)
+            known = self._tables[id(owner)] = _looked_through(table, wholes)
+        look.begin(id(owner))
         return known.fixed, [look.at(each) for each in known.others]
 
     def _of_forward(self, kind: type, look: Look) -> Any:
@@ -120,7 +145,7 @@ def _is_same(table: Mapping[str, Any], known: _Table) -> bool:
     return is_as_long and [*names] == known.names and all(map(is_, values, known.values))
 
 
-def _looked_through(table: Mapping[str, Any], wholes: tuple[type, ...], look: Look) -> _Table:
+def _looked_through(table: Mapping[str, Any], wholes: tuple[type, ...]) -> _Table:
     counts = [name not in OF_TORCH and name[:2] != "__" for name in table]
     first = counts.index(True) if any(counts) else len(counts)
     fixed: list[Any] = []
@@ -129,7 +154,7 @@ def _looked_through(table: Mapping[str, Any], wholes: tuple[type, ...], look: Lo
         if isinstance(value, wholes):
             fixed.append((name, same(value)))
         elif is_fixed(value):
-            fixed.append((name, look.at(value)))
+            fixed.append((name, Look({}).at(value)))
         else:
             fixed.append((name, None))
             others.append(value)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.model.precision import FP32, Precision
+from hybridpipe.model.recording.refusals import writes_weight
+from hybridpipe.model.recording.watch import Watch
 from hybridpipe.model.rng import may_draw_from_python
 from hybridpipe.model.signature import module_signature
 from hybridpipe.model.tensors import Tree, tensors_in
@@ -36,10 +38,13 @@ class StageModule:
 
     Attributes:
         shapes_vary: microbatches of as many samples may differ in shape; their inputs tell them apart.
+        alternates: each microbatch's backward runs before the next one's forward, and no forward again;
+            otherwise no forward may write to parameters (`Plan.alternates`).
         device: on which the layers are; None: where the model was.
     """
 
     shapes_vary = False
+    alternates = True
     device: torch.device | None = None
 
     def __init__(
@@ -57,7 +62,7 @@ class StageModule:
             for name, layer in zip(self.names, layers, strict=True)
         ]
         self.renew()
-        self._shared = shared or {}
+        self._shared, self._has_run = shared or {}, False
         buffers = self.module.named_buffers(remove_duplicate=False)
         self.shared_buffers = [path for path, _ in buffers if self.key(path) in self._shared]
 
@@ -114,9 +119,27 @@ class StageModule:
             what the next stage receives; the last stage's is the model's output.
         """
         value = inputs if received is None else received
-        for i, (call, python_too) in enumerate(zip(self._calls, self._draws_from_python, strict=True)):
-            seed(self.first_layer + i, python_too)
-            value = call(value)
+        if not (self._has_run or self.alternates) and training:
+            self._has_run = True
+            return self._first_run(value, seed)
+        for i in range(len(self._calls)):
+            value = self._run_layer(i, value, seed)
+        return value
+
+    def _run_layer(self, i: int, value: Tree, seed: Seed) -> Tree:
+        seed(self.first_layer + i, self._draws_from_python[i])
+        return self._calls[i](value)
+
+    def _first_run(self, value: Tree, seed: Seed) -> Tree:
+        """Run the layers, and refuse one that writes to a parameter."""
+        for i in range(len(self._calls)):
+            parameters = dict(self.module[i].named_parameters())
+            with Watch(parameters.values()) as watch:
+                value = self._run_layer(i, value, seed)
+            for name, parameter in parameters.items():
+                if parameter.requires_grad and watch.storage(parameter) in watch.overwritten:
+                    what = self.described(f"{i}.{name}")
+                    raise writes_weight(f"the forward writes to {what}, whose numbers backwards still need")
         return value
 
     def signature(self) -> str:

@@ -290,6 +290,13 @@ class Plan:
         return self.traits.is_asynchronous
 
     @property
+    def alternates(self) -> bool:
+        """True if each microbatch's forward runs once, and its backward before the next one's forward."""
+        deferred = self.traits.splits_backward or self.is_asynchronous or not self.traits.has_warm_up
+        recomputes = any(map(self.recomputes, range(self.num_stages)))
+        return self.num_stages == 1 and not deferred and not recomputes
+
+    @property
     def microbatch_samples(self) -> int | None:
         """Samples of a microbatch, derived from the prediction; None without one."""
         if self.predicted is None or not self.predicted.minibatch_seconds:

@@ -177,6 +177,37 @@ class CountsThenChanges(CountsOnly):
         return out if self.calls < 1000 else out * 0.5
 
 
+TIMES, WARMED = 0, [0]
+
+
+def warmed():
+    WARMED[0] += 1
+    return WARMED[0] > 1000
+
+
+class CountsInAGlobal(models.Base):
+    def forward(self, x):
+        global TIMES
+        TIMES += 1
+        return self.head(self.enter(x if TIMES < 1000 else x * 2))
+
+
+class CountsInAHelper(models.Base):
+    def forward(self, x):
+        return self.scaled(self.head(self.enter(x)))
+
+    def scaled(self, x):
+        return x * 0.5 if warmed() else x
+
+
+class CountsInItsClass(models.Base):
+    count = 0
+
+    def forward(self, x):
+        CountsInItsClass.count += 1
+        return self.head(self.enter(x if self.count < 1000 else x * 2))
+
+
 class Seeds(models.Base):
     def forward(self, x):
         torch.manual_seed(0)
@@ -188,6 +219,12 @@ class Seeds(models.Base):
     [
         (CountsOnly, "before it the forward changes calls of the model in each call, .* recording only"),
         (CountsThenChanges, "before it the forward changes calls of the model in each call"),
+        (CountsInAGlobal, r"before it the forward changes TIMES of \S*test_recorded in each call"),
+        (CountsInAHelper, r"before it the forward changes warmed of \S*test_recorded in each call"),
+        (
+            CountsInItsClass,
+            r"before it the forward changes CountsInItsClass of \S*test_recorded in each call",
+        ),
         (Seeds, "before it the forward seeds torch's random numbers"),
         (Hooks, "register_hook outside the units .call it inside a module"),
         (Draws, "rand draws from a generator of the user's"),
@@ -197,7 +234,9 @@ class Seeds(models.Base):
 def test_what_later_runs_would_not_see_is_refused(kind, told):
     """Gradients, noise and averages would silently be others in stages and in later runs."""
     layers = layers_of(kind().double(), INPUTS)
-    assert layers.num_layers == 1 and re.search(rf"^test_recorded.py:\d+: {told}", layers.why_whole)
+    assert layers.num_layers == 1 and re.search(
+        rf"^(test_recorded.py:\d+|the end of the forward): {told}", layers.why_whole
+    )
 
 
 class RarelySkips(models.Base):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hybridpipe import Plan, StageSpec
+from hybridpipe.model.recording import Unsplittable
 from hybridpipe.model.sequential import check_plan, holders, num_layers, stage_module
 
 
@@ -140,3 +141,24 @@ def test_a_buffer_that_nobody_writes_to_may_be_in_several_stages():
     assert holders(model, plan(0, 1, 3))["2.mask"] == (0, 1)
     assert stage_module(model, 1, 3).shared_buffers == ["1.mask", "1.positions"]
     assert stage_module(model, 0, 3).shared_buffers == []
+
+
+class Shrinks(nn.Linear):
+    def forward(self, x):
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+def test_a_layer_that_writes_to_its_parameter_is_refused_where_forwards_overtake_backwards():
+    """Under gpipe all forwards wrote before the first backward, which then used the last numbers."""
+    model, x = nn.Sequential(nn.BatchNorm1d(2), Shrinks(2, 2)), torch.ones(3, 2)
+    stages = [stage_module(model, 0, 2), stage_module(model, 1, 2), stage_module(model, 0, 1)]
+    run(stages[0], x)
+    for stage in stages:
+        stage.alternates = False
+    told = r"^the forward writes to layer 1 \(Shrinks\), weight, .* \(use plan='dp' with schedule = '1f1b'"
+    for stage in stages[:2]:
+        stage.run(None, x, lambda *_: None, training=False)
+        with pytest.raises(Unsplittable, match=told):
+            run(stage, x)
+    run(stages[2], x)

@@ -8,7 +8,7 @@ from hybridpipe.model.layers import layers_of
 from hybridpipe.model.settings import Settings
 from tests.model.recording import models
 
-FACTOR, TABLE, NOTED = 1.0, {"rate": 1.0}, []
+FACTOR, TABLE, NOTED = 1.0, {"rate": 1.0}, {}
 
 
 class Scaled(nn.Linear):
@@ -76,16 +76,66 @@ def test_a_buffer_in_the_memory_of_another_counts():
 
 class Notes(models.Base):
     def forward(self, x):
-        NOTED.append(len(x))
+        NOTED.setdefault(len(x), "noted")
         return super().forward(x)
 
 
 def test_what_a_recording_itself_changes_is_no_change():
     """Each step would be recorded anew, since each recording adds an entry."""
     layers = layers_of(Notes(), torch.ones(3, 20))
-    assert NOTED and not layers.changed()
+    assert NOTED and not layers.changed() and layers.num_layers > 1
     layers.records.find(torch.ones(2, 20), training=True)
-    assert NOTED[-1] == 2 and not layers.changed()
-    NOTED.append(0)
+    assert 2 in NOTED and not layers.changed()
+    NOTED[0] = "added"
     layers.records.find(torch.ones(1, 20), training=True)
-    assert layers.changed(), "the user has changed the list, too"
+    assert layers.changed(), "the user has changed the table, too"
+
+
+class Keeps(nn.Linear):
+    calls_of_all, kept = 0, None
+
+    def forward(self, x):
+        global FACTOR
+        FACTOR += 1
+        Keeps.calls_of_all += 1
+        self.kept = [*(self.kept or []), (x, [])][-3:]
+        return super().forward(x)
+
+
+class HoldsUnits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Keeps(20, 20), Keeps(20, 2)
+        self.rate = 1.0
+
+    def forward(self, x):
+        return self.second(self.first(x)) * self.rate
+
+
+def test_what_units_change_in_a_run_is_no_change():
+    """A count of calls, or an activation that was kept, had each step recorded anew."""
+    model, x = HoldsUnits(), torch.ones(3, 20)
+    layers = layers_of(model, x)
+    stage = layers.stage(0, layers.num_layers)
+    for _ in range(5):
+        stage.run(None, x, lambda place, python_too: None, True, stage.form(3, lambda: x, True))
+        layers.settle()
+        assert not layers.changed() and layers.num_layers == 2
+    assert model.first.kept and len(layers.records._paths) == 1
+    model.rate = 2.0
+    stage.run(None, x, lambda place, python_too: None, True, stage.form(3, lambda: x, True))
+    layers.settle()
+    assert layers.changed(), "what an opened module has stands in the record"
+    model.first.kept = None
+    assert layers.changed() and not layers.changed()
+
+
+def test_another_modules_growth_leaves_the_numbers_of_objects_alone():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model[0].grows, model[1].table = [[]], {"a": [1], "b": [2]}
+    settings = Settings(model, ("0",), ())
+    model[0].grows.append([])
+    settings.settle()
+    assert not settings.changed()
+    model[1].table["a"].append(2)
+    assert settings.changed()

@@ -1,6 +1,7 @@
 """Recording: a user's forward as a straight list of events, and the running of its slices."""
 
 from hybridpipe.model.recording.events import (
+    CallsBackward,
     Constant,
     Diverged,
     Event,
@@ -18,6 +19,7 @@ from hybridpipe.model.recording.records import Records
 from hybridpipe.model.recording.slices import Lookup, ModelLookup, Slice
 
 __all__ = [
+    "CallsBackward",
     "Constant",
     "Diverged",
     "Event",

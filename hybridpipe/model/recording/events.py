@@ -44,6 +44,10 @@ class SetsWeights(Unsplittable):
     """A forward gives a parameter or buffer other memory."""
 
 
+class CallsBackward(Unsplittable):
+    """A forward adds to gradients by itself."""
+
+
 class Diverged(Exception):
     """A guard does not hold: the inputs take another path than the record's."""
 

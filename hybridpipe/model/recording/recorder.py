@@ -37,7 +37,13 @@ from hybridpipe.model.recording.events import (
     line_of_forward,
 )
 from hybridpipe.model.recording.record import Record
-from hybridpipe.model.recording.refusals import changes_weight, hides_tensors, left_earlier, reads_data
+from hybridpipe.model.recording.refusals import (
+    calls_backward,
+    changes_weight,
+    hides_tensors,
+    left_earlier,
+    reads_data,
+)
 from hybridpipe.model.recording.watch import Watch, storage_of
 from hybridpipe.model.rng import preserved_state, seed_generators
 from hybridpipe.model.tensors import tensors_in
@@ -195,6 +201,8 @@ class Recorder(TorchFunctionMode):
             return self._event(name, func, func, args, kwargs)
         if name in SETS_MEMORY and not self.born.is_of(args[0], inside):
             raise changes_weight(line_of_forward(), name)
+        if name == "backward" and kwargs.get("inputs") is None:
+            raise calls_backward(line_of_forward())
         for tensor in tensors_in((args, kwargs)):
             if id(tensor) in self._names:
                 self._touched.add(self._names[id(tensor)])
@@ -235,7 +243,7 @@ class Recorder(TorchFunctionMode):
         if name in TENSOR_HOOKS:
             raise Unsplittable(f"{line_of_forward()}: {name} outside the units (call it inside a module)")
         if name == "backward":
-            raise Unsplittable(f"{line_of_forward()}: backward in the forward (use torch.autograd.grad)")
+            raise calls_backward(line_of_forward())
         leaves, spec = pytree.tree_flatten((args, kwargs))
         line = line_of_forward()
         self._refuse_python_draws(line)

@@ -4,7 +4,7 @@ Knows names and lines only. Invariant: the line begins with that of the user's c
 remedy stands at its end, in brackets.
 """
 
-from hybridpipe.model.recording.events import SetsWeights, Unsplittable
+from hybridpipe.model.recording.events import CallsBackward, SetsWeights, Unsplittable
 
 PICKS = ("__getitem__", "nonzero", "masked_select", "argwhere", "unique")  # whose shapes follow from data
 
@@ -36,9 +36,21 @@ def hooked_and_opened(path: str, kind: str) -> Unsplittable:
     )
 
 
+def calls_backward(where: str) -> CallsBackward:
+    """Return the refusal of gradients that a forward adds by itself."""
+    remedy = "use torch.autograd.grad, or return that loss and add it in the loss function"
+    return CallsBackward(f"{where}: backward in the forward ({remedy})")
+
+
 def changes_weight(where: str, name: str) -> SetsWeights:
     """Return the refusal of other memory, or another flag, for a tensor of the model."""
     return SetsWeights(f"{where}: {name}, on a parameter or buffer (write in place, as copy_ does)")
+
+
+def writes_weight(told: str) -> Unsplittable:
+    """Return the refusal of a forward that writes to parameters, under a plan that would reorder it."""
+    remedy = "use plan='dp' with schedule = '1f1b' and without recompute"
+    return Unsplittable(f"{told} ({remedy})")
 
 
 def left_earlier(where: str, taker: str, maker: str) -> Unsplittable:

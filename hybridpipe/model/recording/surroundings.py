@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from hybridpipe.model.attributes import slots
 from hybridpipe.model.tensors import tensors_in
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), Tensor, np.ndarray, ModuleType)
@@ -98,12 +99,12 @@ def _contents(each: Any) -> Any:
     if isinstance(each, CONTAINERS):
         return list(each)
     if isinstance(each, _lru_cache_wrapper):
-        return [each.cache_info().currsize]
+        return [None] * each.cache_info().currsize
     if isinstance(each, type):
         return dict(vars(each))
     if isinstance(each, FunctionType):
         return {name: each.__globals__[name] for name in _names(each.__code__) if name in each.__globals__}
-    names = ["cell_contents"] if isinstance(each, CellType) else _slots(type(each))
+    names = ["cell_contents"] if isinstance(each, CellType) else slots(type(each))
     return {name: getattr(each, name) for name in names if hasattr(each, name)}
 
 
@@ -129,12 +130,6 @@ def _rename(each: Any, now: dict[str, Any], before: dict[str, Any]) -> None:
 def _names(code: CodeType) -> set[str]:
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return {*code.co_names}.union(*map(_names, inner))
-
-
-def _slots(kind: type) -> Iterator[str]:
-    for base in kind.__mro__:
-        names = vars(base).get("__slots__", ())
-        yield from (name for name in ([names] if isinstance(names, str) else names) if name[:2] != "__")
 
 
 def _is_installed(each: Any) -> bool:

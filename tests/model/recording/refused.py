@@ -115,6 +115,21 @@ class Backwards(Base):
         return self.head(self.enter(x.grad))
 
 
+class BackwardsInside(Base):
+    """Its second block adds to its own gradients, twice for two microbatches."""
+
+    class Block(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            if torch.is_grad_enabled():
+                out.square().mean().backward(retain_graph=True)  # HERE
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = self.Block(WIDTH, WIDTH)
+
+
 class BackwardsByFunction(Base):
     def forward(self, x):
         x = x.requires_grad_()

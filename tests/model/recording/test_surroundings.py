@@ -15,10 +15,17 @@ named = "before"
 
 
 class Slotted:
-    __slots__ = ("__dict__", "value")
+    __slots__ = ("__dict__", "__private", "value")
 
     def __init__(self) -> None:
         self.value, self.more = [1], {"a": deque([1])}
+        self.__private = 1
+
+    def hide(self, tensor):
+        self.__private = tensor
+
+    def hidden(self):
+        return self.__private
 
 
 class Namespace:
@@ -64,6 +71,7 @@ class Reaches(nn.Module):
         self.held.more["a"].append(TENSOR)
         self.held.more["b"] = TENSOR
         self.held.value = [TENSOR]
+        self.held.hide(TENSOR)
         self.hooks_of.clear()
         self.order.popitem()
         self.write()
@@ -83,7 +91,7 @@ def test_everything_that_a_forward_reaches_is_brought_back():
     assert (
         named == "before" and counted == {"calls": 2} and vars(Namespace).get("new", Namespace.made) is None
     )
-    assert table.cache_info().currsize == 0 and model.read() == 1
+    assert table.cache_info().currsize == 0 and model.read() == 1 and model.held.hidden() == 1
     assert model.held.value is value and value == [1] and model.held.more == {"a": deque([1])}
     assert model.hooks_of == {1, 2} and [*model.order] == ["b", "a"] and model.partial.args == ([3],)
     assert model.linear.bias is bias and not model.linear._forward_hooks and not hasattr(model, "fresh")
@@ -110,6 +118,16 @@ def test_what_has_not_changed_is_not_touched():
     model = nn.Linear(2, 2)
     model.kept = Watched(a=1)
     Surroundings([model]).restore()
+
+
+def test_a_cache_that_has_not_grown_keeps_its_results():
+    """Sizes were compared by identity, which Python keeps for small numbers only."""
+    model = nn.Linear(2, 2)
+    model.squared = functools.lru_cache(maxsize=None)(lambda n: n * n)
+    for n in range(1000):
+        model.squared(n)
+    Surroundings([model]).restore()
+    assert model.squared.cache_info().currsize == 1000
 
 
 def test_objects_of_python_and_of_packages_are_not_looked_through():
