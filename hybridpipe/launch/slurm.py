@@ -5,6 +5,7 @@ Not known here: ranks and launchers. Invariant: only a job that runs is requeued
 
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 
 SECONDS = 20.0  # for an answer of the controller
@@ -28,14 +29,20 @@ def kill_wait() -> float | None:
 
 def requeue(env: Mapping[str, str]) -> bool:
     """Return the job to the queue; False if it does not run, or Slurm refuses, which says why itself."""
-    job = env.get("SLURM_JOB_ID", "")
-    return is_running(env) and subprocess.run(["scontrol", "requeue", job], timeout=SECONDS).returncode == 0
+    if not is_running(env):
+        return False
+    try:
+        done = subprocess.run(["scontrol", "requeue", env["SLURM_JOB_ID"]], timeout=SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"hybridpipe launch: the job is not requeued: {error}", file=sys.stderr, flush=True)
+        return False
+    return done.returncode == 0
 
 
 def _told(*command: str) -> str:
     """Return what a command of Slurm prints; nothing if there is none, or no answer."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridpipe.launch import slurm
+
 # A rank without torch and MPI: "MODE" says what it does, as `train` would.
 RANK = """
 import os, signal, subprocess, sys, time
@@ -279,6 +281,7 @@ def test_a_handler_of_a_scripts_own_is_called_at_half_of_the_deadline(launch):
 
 
 FAST_SLURM = """#!/bin/sh
+sleep "${SLOW:-0}"
 case "$*" in
   *-o%T) [ -n "$ENDS" ] && echo COMPLETING || echo RUNNING;;
   "show config") echo "KillWait                = 7 sec";;
@@ -287,18 +290,46 @@ esac
 """
 
 
+def commands(monkeypatch, folder, **env):
+    """Slurm's commands, which write what they are asked for into `folder / "calls"`."""
+    for name in ("squeue", "scontrol"):
+        (folder / name).write_text(FAST_SLURM)
+        (folder / name).chmod(0o755)
+    (folder / "calls").touch()
+    env |= {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "CALLS": str(folder / "calls")}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_ranks_are_asked_before_slurm_is(launch, tmp_path, monkeypatch):
+    """A controller that answers late took what KillWait leaves for saving."""
+    commands(monkeypatch, tmp_path, ENDS="1", SLOW="4")
+    process = launch("waits")
+    lines = [process.stdout.readline() for _ in range(2)]
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "asked\n" and time.monotonic() - began < 3
+    _, err = process.communicate(timeout=60)
+    assert len(lines) == 2 and process.returncode == 75, err
+
+
+def test_a_controller_that_does_not_answer_leaves_the_exit_code(tmp_path, monkeypatch, capsys):
+    """It ended in a traceback and code 1, for which the job is no longer one that can continue."""
+    commands(monkeypatch, tmp_path)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(slurm, "SECONDS", 1.0)
+    assert slurm.is_running(os.environ) and not slurm.requeue(os.environ)
+    assert (
+        "the job is not requeued: Command '['scontrol', 'requeue', '7']' timed out" in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("ends, calls, left", [("", "scontrol requeue 7\n", "30 s"), ("1", "", "7 s")])
 def test_a_running_slurm_job_is_requeued_and_one_that_slurm_ends_is_not(
     launch, tmp_path, monkeypatch, ends, calls, left
 ):
     """What Slurm leaves after a TERM is its KillWait, and "ended after 100 s" was not true."""
-    for name in ("squeue", "scontrol"):
-        (tmp_path / name).write_text(FAST_SLURM)
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "calls").touch()
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "ENDS": ends}
-    for name, value in (env | {"CALLS": str(tmp_path / "calls")}).items():
-        monkeypatch.setenv(name, value)
+    commands(monkeypatch, tmp_path, ENDS=ends)
     process = launch("waits")
     lines = [process.stdout.readline() for _ in range(2)]
     process.send_signal(signal.SIGTERM)
