@@ -93,8 +93,11 @@ class Output:
     def _pass(self, data: bytes) -> None:
         self._note_lost(data)
         with contextlib.suppress(OSError, ValueError):  # nobody reads, but the job must not wait
-            sys.stderr.buffer.write(data)
-            sys.stderr.buffer.flush()
+            if hasattr(sys.stderr, "buffer"):
+                sys.stderr.buffer.write(data)
+            else:  # a notebook's
+                sys.stderr.write(data.decode(errors="replace"))
+            sys.stderr.flush()
 
     def _note_lost(self, data: bytes) -> None:
         self._lost = self._lost or LOST.search(data)

@@ -1,6 +1,8 @@
 """The output of launchers: what ranks print passes as it comes, what says nothing new is held back."""
 
+import io
 import os
+import sys
 import time
 
 import pytest
@@ -73,6 +75,15 @@ def test_a_line_that_is_not_ended_passes_at_once(capfdbinary):
     assert seen.startswith(b"10%")
     os.close(writing)
     output.close()
+
+
+def test_a_notebook_whose_stderr_takes_text_only_does_not_stop_the_job(copied, monkeypatch):
+    """The copying thread died of it, and ranks waited once the pipe was full."""
+    notebook = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", notebook)
+    text = "a line\n" * 20_000
+    copied(text[:50_000], text[50_000:100_000], text[100_000:], pause=0.2)
+    assert notebook.getvalue() == text
 
 
 @pytest.mark.parametrize("reason", ["Killed", "Segmentation fault"])
