@@ -23,6 +23,9 @@ from hybridpipe.health.exit_report import ATTEMPT
 
 LEASE_SECONDS = 100.0  # a server of NFS 4 keeps the locks of a host that is lost for 90
 POLL_SECONDS = 0.2
+SETTLE_SECONDS = (
+    0.5  # without locks, between two looks at who has written: one that began at once has by then
+)
 _JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")  # of schedulers
 _STARTS = (ATTEMPT, "SLURM_RESTART_COUNT")  # of the same job, before this one
 _MOST_BYTES = 4096
@@ -76,13 +79,14 @@ class Claim:
         with writing(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             _CLAIMS.add(self)
-            while (remedy := self._refused()) is not None:
-                if time.monotonic() >= end:
-                    self._close()
-                    raise UserError(f"{folder}: another running training writes there{remedy}")
-                time.sleep(POLL_SECONDS)
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(asdict(_this_process())).encode(), 0)
+            try:
+                while (remedy := self._refused()) is not None:
+                    if time.monotonic() >= end:
+                        raise UserError(f"{folder}: another running training writes there{remedy}")
+                    time.sleep(POLL_SECONDS)
+            except BaseException:
+                self._close()  # and leave what the other has written
+                raise
 
     def release(self) -> None:
         """Let others have the folder; a second call does nothing."""
@@ -94,18 +98,29 @@ class Claim:
     __del__ = release
 
     def _refused(self) -> str | None:
-        """Take the lock; return None, or what to tell of the holder."""
+        """Take the lock and write who has it; return None, or what to tell of the holder."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = self._holder()
             who = "" if holder is None or holder.is_gone else f" ({holder})"  # it has not said who it is yet
             return f"{who}: end it, or take another folder"
-        except OSError:  # a file system without locks: what is written there decides
+        except OSError:  # a file system without locks: what is written there decides, at last
             holder = self._holder()
-            if holder is not None and not holder.is_gone:
-                return f" ({holder}): take another folder or, if that is gone, remove {LOCK} there"
+            if holder is None or holder.is_gone:
+                self._write()
+                time.sleep(SETTLE_SECONDS)
+                holder = self._holder()
+                if holder == _this_process():
+                    return None
+            who = "" if holder is None else f" ({holder})"
+            return f"{who}: take another folder or, if that is gone, remove {LOCK} there"
+        self._write()
         return None
+
+    def _write(self) -> None:
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps(asdict(_this_process())).encode(), 0)
 
     def _holder(self) -> Holder | None:
         try:

@@ -20,11 +20,20 @@ from hybridpipe.checkpoint.names import LOCK
 from hybridpipe.errors import UserError
 
 CLAIMS = """
-import os, sys, time
+import errno, fcntl, os, sys, time
 from pathlib import Path
 from hybridpipe.checkpoint.claim import Claim
 from hybridpipe.errors import UserError
 
+def without_locks(*_):
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+def late(*given, truncated=os.ftruncate):
+    time.sleep(0.2)
+    truncated(*given)
+
+if "without locks" in sys.argv:
+    fcntl.flock, os.ftruncate = without_locks, late  # time to look passes before anybody writes
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -46,8 +55,8 @@ def start():
     """Processes that claim a folder when they read a line, and then have a child, as a data set may have."""
     started = []
 
-    def run(folder: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", CLAIMS, str(folder)]
+    def run(folder: Path, *options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", CLAIMS, str(folder), *options]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         started.append(subprocess.Popen(command, text=True, start_new_session=True, **pipes))
         assert started[-1].stdout.readline() == "ready\n"
@@ -88,8 +97,10 @@ def test_a_claim_ends_with_its_process_though_a_child_lives_on(start, tmp_path):
     Claim(tmp_path).release()
 
 
-def test_of_several_at_once_one_has_the_folder(start, tmp_path):
-    processes = [start(tmp_path) for _ in range(4)]
+@pytest.mark.parametrize("options", [[], ["without locks"]])
+def test_of_several_at_once_one_has_the_folder(start, tmp_path, options):
+    """Without locks all of them found the file empty."""
+    processes = [start(tmp_path, *options) for _ in range(4)]
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
@@ -160,6 +171,24 @@ def test_without_locks_what_the_file_says_decides(without_locks, start, tmp_path
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     Claim(tmp_path).release()  # the job was requeued: its start before is over
+
+
+def test_a_start_that_is_interrupted_while_it_waits_leaves_the_holders_name(
+    without_locks, tmp_path, monkeypatch
+):
+    """It emptied the file, which then kept nobody out."""
+    lock = tmp_path / LOCK
+    lock.write_text(json.dumps(asdict(claims._this_process())))
+    before = lock.read_text()
+
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("HYBRIDPIPE_ATTEMPT", "1")
+    monkeypatch.setattr(claims.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Claim(tmp_path)
+    assert lock.read_text() == before
 
 
 @pytest.mark.parametrize("text", ["", "x", "[]", "{}", '{"pid": "1"}', "[" * 4096, '{"pid": 1, "begun": 2}'])
