@@ -295,9 +295,10 @@ def run(
 
 def terminal() -> dict[str, str]:
     """Return variables that tell ranks of this process's terminal, as what they write goes to mpirun."""
-    if not sys.stderr.isatty():
-        return {}
-    return {"HYBRIDPIPE_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
+    found = {"HYBRIDPIPE_TERMINAL": "1"} if sys.stderr.isatty() else {}
+    if sys.stdout.isatty():  # a table in a file is whole
+        found["COLUMNS"] = str(shutil.get_terminal_size().columns)
+    return found
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -241,3 +242,13 @@ def test_a_signal_ends_the_job(signum):
 
 def test_usage():
     assert mpirun.main(["2", "true"]) == mpirun.main(["0", "--", "true"]) == 2
+
+
+def test_tables_that_go_to_a_file_have_no_terminals_width(monkeypatch):
+    """`hybridpipe launch ... > log` cut them to the width of the terminal that shows the errors."""
+    monkeypatch.setenv("COLUMNS", "70")
+    for name, is_terminal in (("stderr", True), ("stdout", False)):
+        monkeypatch.setattr(sys, name, SimpleNamespace(isatty=lambda found=is_terminal: found))
+    assert mpirun.terminal() == {"HYBRIDPIPE_TERMINAL": "1"}
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    assert mpirun.terminal() == {"HYBRIDPIPE_TERMINAL": "1", "COLUMNS": "70"}
