@@ -276,8 +276,8 @@ class Timeline:
 def typical(minibatches: Sequence[Mapping[int, Sequence[Event]]]) -> Timeline:
     """Return the minibatch of median length; time 0 is the first rank's beginning, earlier waits are cut."""
     found = [
-        Timeline({rank: tuple(shifted(of_rank, _begin(events))) for rank, of_rank in events.items()})
-        for events in minibatches
+        Timeline({rank: tuple(shifted(of_rank, begin)) for rank, of_rank in events.items()})
+        for events, begin in zip(minibatches, map(_begin, minibatches), strict=True)
     ]
     return sorted(found, key=lambda each: each.seconds)[(len(found) - 1) // 2]
 

@@ -4,6 +4,7 @@ from dataclasses import astuple, replace
 import pytest
 from pytest import approx
 
+from hybridpipe.planning import timeline as timelines
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.schedules.instructions import Forward, Load
 from hybridpipe.planning.schedules.registry import SCHEDULES
@@ -35,6 +36,14 @@ def test_figures():
 def test_busy_within_a_window():
     seen = timeline(r0="F0:0-1 sa0:1-2 rg0:2-5 B0:5-7 step:9-10")
     assert [seen.busy_seconds(0, *window) for window in ((0.5, 6), (1, 5), (6, 9.5))] == [1.5, 0, 1.5]
+
+
+def test_the_typical_minibatch_is_found_in_one_look_at_each(monkeypatch):
+    """Each rank's events were shifted by a look at all ranks': a minute at the end of a training on 256."""
+    looks, begin = [], timelines._begin
+    monkeypatch.setattr(timelines, "_begin", lambda events: looks.append(1) or begin(events))
+    made = [timeline(r0=f"F0:1-{2 + n}", r1=f"ra0:0-{2 + n} F0:{2 + n}-{3 + n}").events for n in (5, 1, 3)]
+    assert timelines.typical(made) == timeline(r0="F0:0-4", r1="ra0:0-4 F0:4-5") and len(looks) == 3
 
 
 def test_parts_by_hand():
