@@ -88,8 +88,10 @@ def _below(run: Run) -> str:
 def _epochs(run: Run) -> dict[int, float]:
     """Return where each complete epoch ends, by its number from 1 on."""
     last = {record.epoch: record.step + 1.0 for record in run.records}
-    under_way = set() if run.summary else {max(last, default=0)}
-    return {epoch + 1: end for epoch, end in last.items() if epoch not in under_way}
+    complete = (
+        {each.epoch for each in run.summary.epochs} if run.summary else last.keys() - {max(last, default=0)}
+    )
+    return {epoch + 1: end for epoch, end in last.items() if epoch in complete}
 
 
 def _loss(run: Run) -> Chart | None:

@@ -43,8 +43,7 @@ def compared(predicted: Parts, ranks: Mapping[int, Mapping[str, float]]) -> dict
     return {
         part: {
             "predicted": getattr(predicted, part, 0.0),
-            "measured": whole
-            * fmean(sum(map(each.__getitem__, names)) / each["seconds"] for each in ranks.values()),
+            "measured": whole * fmean(_share(of_rank, names) for of_rank in ranks.values()),
         }
         for part, names in MEASURED.items()
     }

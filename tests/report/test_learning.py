@@ -67,6 +67,9 @@ def test_learning_rate_and_gradient_norm_have_curves():
     assert found.keys() >= {"Learning rate", "Norm of the gradient, before clipping"}
     assert found["Learning rate"].hovers[0].text == "1: learning rate 0.1"
     assert [tick.text for tick in found["Loss"].epochs] == ["epoch 1"]  # the second is under way
+    ended = Run("run", summary=Summary(epochs=EPOCHS[:1]), records=made)  # by max_steps, within the second
+    assert [tick.text for tick in drawn(ended)["Loss"].epochs] == ["epoch 1"]
+    assert [tick.text for tick in drawn(RUN)["Loss"].epochs] == ["epoch 1", "epoch 2"]
 
 
 def test_a_far_longer_minibatch_is_cut_off_and_named():
