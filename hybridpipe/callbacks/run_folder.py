@@ -40,8 +40,9 @@ class RunFolder(Callback):
             self._records = run_folder.Records(run.trainer, self._folder, appends=True)
 
     def on_minibatch(self, run: Run, record: MinibatchRecord) -> None:
-        """Write the record."""
-        self._records.note(record)
+        """Write the record; NotSaved if that fails."""
+        with failure.refusing(run.num_ranks):
+            self._records.note(record)
 
     def on_fit_end(self, run: Run) -> None:
         """Write the results and the report."""

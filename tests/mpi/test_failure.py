@@ -54,12 +54,14 @@ def test_a_mistake_that_one_rank_sees_is_told(job):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ["log.csv", "run.json"])
+@pytest.mark.parametrize("name", ["log.csv", "run.json", "full"])
 def test_a_scripts_file_that_rank_0_cannot_write_ends_the_job(job, tmp_path, name):
     """The other rank waited for the watchdog: 300 s, after which rank 0 was blamed."""
     done = job(2, "refusing.py", "0", str(tmp_path), name, fails=True, timeout_seconds=200)
     told = f"hybridpipe: {tmp_path}/{name}: cannot be written: it exists and is no regular file"
-    assert done.returncode == 2 and done.stdout.count(told) == 1
+    if name == "full":  # another attempt may succeed
+        told = f"hybridpipe: {tmp_path}/metrics.jsonl: cannot be written: File too large"
+    assert done.returncode == (1 if name == "full" else 2) and done.stdout.count(told) == 1
     assert "Traceback" not in done.stdout
 
 

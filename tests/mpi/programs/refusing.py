@@ -2,8 +2,11 @@
 
 refusing.py RANK             this rank refuses
 refusing.py 0 FOLDER NAME    rank 0 cannot write NAME, a script's file in FOLDER
+refusing.py 0 FOLDER full    nor anything, from the first minibatch on
 """
 
+import resource
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,14 +14,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hybridpipe import Plan, StageSpec, Trainer
+from hybridpipe import Callback, Plan, StageSpec, Trainer
 from hybridpipe.callbacks import CSVLogger, RunFolder
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.health import failure
 
 
+class FullDisk(Callback):
+    def on_minibatch(self, run, record) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+
+
 def train(folder: Path, name: str) -> None:
-    (folder / name).mkdir(exist_ok=True)
+    if name != "full":
+        (folder / name).mkdir(exist_ok=True)
     torch.manual_seed(0)
     samples = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(0, 3, (16,)))
     trainer = Trainer(
@@ -27,7 +37,9 @@ def train(folder: Path, name: str) -> None:
         optimizer=partial(torch.optim.SGD, lr=0.1),
         plan=Plan((StageSpec(0, 1), StageSpec(1, 2)), num_microbatches=2),
         minibatch_size=8,
-        callbacks=[CSVLogger(folder / "log.csv"), RunFolder(folder)],
+        callbacks=[FullDisk(), RunFolder(folder)]
+        if name == "full"
+        else [CSVLogger(folder / "log.csv"), RunFolder(folder)],
     )
     MPI.COMM_WORLD.Barrier()
     trainer.fit(samples)
