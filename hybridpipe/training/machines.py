@@ -8,9 +8,11 @@ import os
 import platform
 import socket
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hybridpipe.checkpoint.directory import make_folder
 from hybridpipe.comm.mpi import MPI
@@ -45,18 +47,28 @@ class Machines:
     format: str = FORMAT
 
 
-def conditions(world: MPI.Comm, device: torch.device, profile: ModelProfile | None = None) -> dict[str, str]:
-    """Describe what a measurement of the machines depends on, the same on every rank. Collective.
+def conditions(
+    world: MPI.Comm,
+    device: torch.device,
+    model: nn.Module,
+    precision: str,
+    profile: ModelProfile | None = None,
+) -> dict[str, str]:
+    """Describe what a measurement depends on, the same on every rank. Collective.
 
-    Besides hosts, launcher and versions it is the work that ranks do meanwhile, which slows others down.
+    Besides hosts, launcher, versions and model it is the work that ranks do meanwhile, which slows others
+    down.
 
     Args:
         device: of this rank.
-        profile: of the model whose layers are that work; rank 0's is described. None: the same model.
+        precision: name of the training's.
+        profile: of the model whose layers are that work; rank 0's is described. None: it is not known yet.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     threads = os.environ.get("OMP_NUM_THREADS", "default")
     mine = f"{socket.gethostname()}: {name}, {num_cores()} cores, {threads} threads"
+    held = chain(model.named_parameters(), model.named_buffers())
+    tensors = [(name, tuple(each.shape), str(each.dtype)) for name, each in held]
     by_srun = "SLURM_STEP_ID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
     software = {"hybridpipe": __version__, "Python": platform.python_version(), "torch": torch.__version__}
     mpi = MPI.Get_library_version().rstrip("\0").splitlines()[0]
@@ -64,6 +76,7 @@ def conditions(world: MPI.Comm, device: torch.device, profile: ModelProfile | No
         "ranks": "; ".join(world.allgather(mine)),
         "launcher": "srun" if by_srun else "mpirun",
         "versions": ", ".join([*(f"{name} {version}" for name, version in software.items()), mpi]),
+        "model": f"{_digest(tensors)}, {precision}",
         **({} if profile is None else {"work": world.bcast(_work(profile))}),
     }
 
@@ -73,8 +86,11 @@ def _work(profile: ModelProfile) -> str:
     sizes = [(each.name, each.parameter_bytes, each.output_bytes) for each in profile.layers]
     num_bytes = sum(layer.parameter_bytes for layer in profile.layers)
     what = f"{counted(profile.num_layers, 'layer')}, {num_bytes:,} bytes of parameters, {profile.dtype}"
-    digest = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
-    return f"{what}, {counted(profile.samples, 'sample')}, {digest}"
+    return f"{what}, {counted(profile.samples, 'sample')}, {_digest(sizes)}"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 class MachinesFile:

@@ -409,6 +409,11 @@ class PlanMaker:
             return any(map(self._given.zero_of, range(self._given.num_stages)))
         return self._request.zero != 0
 
+    def _conditions(self, profile: ModelProfile | None = None) -> dict[str, str]:
+        """Describe what a measurement depends on. Collective."""
+        precision = self._rule.precision.name
+        return conditions(self._world, self._device, self._model, precision, profile)
+
     def _as_before(self, layers: Layers, minibatch: Minibatch) -> ModelProfile | None:
         """Return the model, and take the machines, as the resumed training has measured them. Collective.
 
@@ -417,7 +422,7 @@ class PlanMaker:
         folder = self._world.bcast(self.folder)
         if not self._resumes or self._given == AUTO or folder is None:
             return None
-        file = MachinesFile(folder, conditions(self._world, self._device), self._shares_out)
+        file = MachinesFile(folder, self._conditions(), self._shares_out)
         before = file.read(self._world)
         if before is None or before.profile is None or before.profile.num_layers != layers.num_layers:
             return None
@@ -430,7 +435,7 @@ class PlanMaker:
         (known, folder), file = self._world.bcast((self._cluster, self.folder)), None
         is_alone = self._world.size == 1  # no machine is measured
         if known is None and folder is not None and not is_alone:
-            now = conditions(self._world, self._device, profile) | {"sync": ", ".join(self.backends)}
+            now = self._conditions(profile) | {"sync": ", ".join(self.backends)}
             file = MachinesFile(folder, now, self._shares_out)
             before = file.read(self._world)
             known = None if before is None else before.cluster
