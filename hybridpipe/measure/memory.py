@@ -36,7 +36,10 @@ def memory_of_ranks(
     cluster = world.bcast(cluster)
     on_host = device.type == "cpu"
     held = held_by_process() if on_host else torch.cuda.memory_allocated(device)
-    mine = rooms() if on_host else _gpu(world, device)
+    if not on_host:
+        torch.cuda.empty_cache()
+    idle_barrier(world)  # ranks that share memory have let go of what they do not use, too
+    mine = rooms() if on_host else [_gpu(device)]
     if given is not None:
         mine.append(Room(GIVEN, given, with_held=True))
     if cluster is not None and cluster.num_ranks == world.size and cluster.memory_bytes is not None:
@@ -46,8 +49,6 @@ def memory_of_ranks(
     return shared_out(every, holdings, machine_leaders(world))
 
 
-def _gpu(world: "MPI.Comm", device: torch.device) -> list[Room]:
-    torch.cuda.empty_cache()
-    idle_barrier(world)  # the ranks that share the GPU have let go of what they do not use, too
+def _gpu(device: torch.device) -> Room:
     free, _ = torch.cuda.mem_get_info(device)
-    return [Room("GPU memory", free, f"GPU {visible_gpus()[device.index or 0]}")]
+    return Room("GPU memory", free, f"GPU {visible_gpus()[device.index or 0]}")

@@ -375,8 +375,7 @@ class PlanMaker:
             self.numbers.fill_for_measuring(copy.model)
         names: dict[Tensor, str] = {p: name for name, p in copy.model.named_parameters()}
         self._rule.naming(names).try_out([p for p in names if p.requires_grad][:1])
-        if self._device.type == "cpu":
-            self._suit_allocator(copy.model)
+        self._suit_allocator(copy.model)
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         with failure.guard():  # else the other ranks would wait for a failed one
             try:
@@ -400,7 +399,8 @@ class PlanMaker:
         """Measure as memory will be used: what measuring frees and keeps, a near limit counts. Collective."""
         least = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad) // self._world.size
         now = memory_of_ranks(self._world, self._device, self._memory_bytes, self._cluster)
-        allocator.suit(least, now[self._world.rank].left_bytes)  # weights and gradients, by any plan
+        if self._device.type == "cpu":
+            allocator.suit(least, now[self._world.rank].left_bytes)  # weights and gradients, by any plan
 
     @property
     def _shares_out(self) -> bool:
