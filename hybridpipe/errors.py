@@ -18,7 +18,7 @@ REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs 
     **dict.fromkeys(("scikit-learn", "transformers"), "pip install scikit-learn transformers"),
 }
 _Class = TypeVar("_Class", bound=type)
-_LONGEST_LIST = 17  # names; a longer list is left out of the line
+_LONGEST_LIST = 17  # names, as [train] has; a longer list is left out of the line
 
 
 class UserError(ValueError):

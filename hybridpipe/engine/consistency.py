@@ -205,7 +205,10 @@ def plan_text(plan: Plan) -> str:
 
 
 def settings(model: nn.Module, loss: Loss, rule: UpdateRule) -> dict[str, str]:
-    """Return the settings, beside optimizer, scheduler and data, that a resumed training must not change."""
+    """Return the settings, beside optimizer, scheduler and data, that a resumed training must not change.
+
+    `optimizer_per_stage` is none: it allows what a plan would refuse, and each start asks for it anew.
+    """
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return {
         "loss": callable_text(loss, with_code=True),
