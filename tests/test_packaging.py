@@ -160,6 +160,17 @@ def test_without_numpy_the_remedy_is_named(command, words):
     refused(done, f"{words[0]} needs numpy, which is missing: pip install numpy pydantic tabulate jinja2")
 
 
+@pytest.mark.parametrize("name", ["train", "launch", "plan"])
+def test_the_installed_command_keeps_slurms_notice_until_it_listens(name):
+    """`python -m hybridpipe` did, and `hybridpipe` died of it while it was starting."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["hybridpipe"].partition(":")
+    blocked = "signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ())"
+    code = f"import signal; from {module} import {function}; print({blocked})"
+    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == f"{name != 'plan'}\n", done.stderr
+
+
 def test_every_name_that_is_exported_is_there():
     assert [name for name in hybridpipe.__all__ if not hasattr(hybridpipe, name)] == []
     with pytest.raises(AttributeError, match="module 'hybridpipe' has no attribute 'Trainers'"):
