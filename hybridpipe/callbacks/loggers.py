@@ -177,7 +177,8 @@ class TensorBoardLogger(Logger):
     def begin(self, settings: Mapping[str, str | int | float]) -> None:
         """Open an event file, which lets readers drop what earlier ones have from `begins_at` on."""
         self._settings = dict(settings)
-        make_folder(Path(self._folder))
+        if "://" not in str(self._folder):  # an object store has no folders
+            make_folder(Path(self._folder))
         writer = _loaded("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self._writer = writer(str(self._folder), purge_step=self.begins_at)
 

@@ -65,6 +65,15 @@ def test_tensorboard(make, tmp_path):
     assert events.summary_metadata.keys() >= {"_hparams_/experiment", "_hparams_/session_start_info"}
 
 
+def test_tensorboard_in_an_object_store_makes_no_folder_here(make, tmp_path, monkeypatch):
+    """A folder called `memory:` appeared where the script was started."""
+    pytest.importorskip("tensorboard")
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.chdir(tmp_path)
+    trained(make, TensorBoardLogger("memory://runs/a"))
+    assert fsspec.filesystem("memory").find("/runs/a") and not [*tmp_path.iterdir()]
+
+
 def test_mlflow(make, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # files are refused by default since MLflow 3.7
