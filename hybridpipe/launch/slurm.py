@@ -34,7 +34,7 @@ def requeue(env: Mapping[str, str]) -> bool:
     try:
         done = subprocess.run(["scontrol", "requeue", env["SLURM_JOB_ID"]], timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"hybridpipe launch: the job is not requeued: {error}", file=sys.stderr, flush=True)
+        print(f"hybridpipe: the job is not requeued: {error}", file=sys.stderr, flush=True)
         return False
     return done.returncode == 0
 

@@ -32,7 +32,7 @@ def predict(
         sizes += minibatch.sizes
     count = len(sizes)
     if worker.control.bcast(worker.control.rank == 0 and is_unclear(parts, sizes)):
-        sizes.append(sizes[0] + 1)  # two microbatches have as many
+        sizes.append(sizes[0] - 1 if sizes[0] > 2 else sizes[0] + 1)  # a larger one may not fit into memory
         parts += _outputs(worker, first_samples(sizes[-1]), number=0)
     return None if worker.control.rank else joined(parts, sizes, count)
 

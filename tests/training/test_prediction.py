@@ -26,6 +26,21 @@ def test_in_evaluation_mode_and_back(make):
     assert trainer.model.training
 
 
+def test_no_more_samples_are_asked_at_once_than_a_microbatch_has(make):
+    """A microbatch of one sample more told which dimension has them, at the end of a training that fits."""
+    sizes = []
+
+    class Noted(nn.Module):
+        def forward(self, x):
+            sizes.append(len(x))
+            return 0 * x  # alike for all samples, so that this may be a matrix without them
+
+    plan = Plan((StageSpec(0, 2),), num_microbatches=2)
+    trainer = make(nn.Sequential(nn.Linear(4, 3), Noted()).double(), plan=plan, minibatch_size=8)
+    assert trainer.predict(seeded(16)).shape == (16, 3)
+    assert sizes == [4, 4, 4, 4, 3]
+
+
 def test_any_tree_is_joined():
     parts = [{"logits": torch.ones(2, 3) * i, "loss": torch.tensor(float(i)), "kind": "x"} for i in (1, 2)]
     found = joined(parts, [2, 2])
