@@ -20,6 +20,7 @@ from hybridpipe.environment import this_machine
 from hybridpipe.errors import UserError
 from hybridpipe.files import parse, writing
 from hybridpipe.health.exit_report import ATTEMPT
+from hybridpipe.report.notices import notices
 
 LEASE_SECONDS = 100.0  # a server of NFS 4 keeps the locks of a host that is lost for 90
 POLL_SECONDS = 0.2
@@ -75,7 +76,8 @@ class Claim:
         self._descriptor = -1
         make_folder(folder)
         path = folder / LOCK
-        end = time.monotonic() + (LEASE_SECONDS if _is_restart() else 0.0)
+        seconds = LEASE_SECONDS if _is_restart() else 0.0
+        end, waits = time.monotonic() + seconds, False
         with writing(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             _CLAIMS.add(self)
@@ -83,6 +85,9 @@ class Claim:
                 while (remedy := self._refused()) is not None:
                     if time.monotonic() >= end:
                         raise UserError(f"{folder}: another running training writes there{remedy}")
+                    if not waits:
+                        notices.say(f"{folder} is still locked: waiting up to {seconds:g} s for its release")
+                    waits = True
                     time.sleep(POLL_SECONDS)
             except BaseException:
                 self._close()  # and leave what the other has written

@@ -126,7 +126,7 @@ def test_a_training_that_nobody_has_any_more_holds_nothing(tmp_path):
     Claim(tmp_path).release()
 
 
-def test_a_restart_waits_for_the_lock_of_the_start_before(tmp_path, monkeypatch):
+def test_a_restart_waits_for_the_lock_of_the_start_before(tmp_path, monkeypatch, capsys):
     """A file server keeps the locks of a lost host for a while; the restart would be refused for good."""
     before = Claim(tmp_path)
     monkeypatch.setenv("HYBRIDPIPE_ATTEMPT", "1")
@@ -134,6 +134,8 @@ def test_a_restart_waits_for_the_lock_of_the_start_before(tmp_path, monkeypatch)
     released.start()
     Claim(tmp_path).release()
     released.join()
+    told = f"hybridpipe: {tmp_path} is still locked: waiting up to 100 s for its release\n"
+    assert capsys.readouterr().err == told, "else it looks like a hang"
     held = Claim(tmp_path)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 0.3)
     began = time.monotonic()
