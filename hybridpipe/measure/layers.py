@@ -470,7 +470,9 @@ def _measure_updates(
             gradients[i] = [p.grad for p in parameters if p.grad is not None]
             for gradient in gradients[i]:
                 gradient.zero_()  # a step with zero gradients takes as long and leaves the copy usable
-            optimizers[i] = with_names(optimizer, stage.layers.parameters())(parameters)
+            optimizers[i] = made = with_names(optimizer, stage.layers.parameters())(parameters)
+            for hooks in (made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks):
+                hooks.clear()  # the user's may change more than this copy of the model
 
     def steps() -> dict[int, Took]:
         took = {}

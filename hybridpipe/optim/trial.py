@@ -42,6 +42,7 @@ TENSORWISE = (
 )
 NUM_STEPS = 24
 LARGEST, MOST = 2**18, 2**20  # elements of a parameter, and of all: those of this rank, and again of others
+SMALL = 2**12  # elements of a parameter that has memory while optimizers are only made
 TOLERANCE = 1e-3  # of an update, beside rounding; LAMB's differ by half
 TRIED_RATE = 0.01  # where the given rate is 0, as before a scheduler's first step
 
@@ -63,6 +64,8 @@ class Round(NamedTuple):
 PLAIN = Round(1.0)
 ROUNDS = PLAIN, Round(1e-6), Round(1e-3, whole_until=NUM_STEPS // 2), Round(1e3), Round(1.0, with_gaps=True)
 NO_RANGES: Mapping[Tensor, range] = MappingProxyType({})
+OVERLAPPING = "more than one element of the written-to tensor"  # torch's word for a write to expanded numbers
+Options = dict[Tensor, dict[str, Any]]  # of parameters
 Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer | None]
 
 
@@ -75,7 +78,8 @@ def why_not_apart(
 ) -> str | None:
     """Return why an optimizer of some parameters, or of parts, does not do as one of all; None if it does.
 
-    Torch's own optimizers pass by their class. All others, and those with hooks, take the steps of ROUNDS.
+    Torch's own optimizers pass by their class. All others take the steps of ROUNDS, but none with hooks:
+    these are the user's, and may change what no trial gives back.
 
     Args:
         everything: what the optimizer of all is made with.
@@ -90,21 +94,29 @@ def why_not_apart(
     for p, other in stand.items():
         vars(other)[STANDS_FOR] = p  # so that it has a name
     everything, own, sparse = ([stand.get(p, p) for p in each] for each in (everything, own, sparse))
-    optimizer = make(own)
-    if optimizer is None or not any(group["params"] for group in optimizer.param_groups):
-        return None
-    name = f"{type(optimizer).__name__}{' with hooks' if _has_hooks(optimizer) else ''}"
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    is_known = _is_known(optimizer, ELEMENTWISE if ranges else TENSORWISE)
-    if is_known and ranges:
-        return None
-    del optimizer
     trial = _Trial(make, everything, own, {stand.get(p, p): part for p, part in ranges.items()}, sparse)
+    failed: Exception | None = None
     with trial.lending():
         try:
-            why = trial.other_option() or (None if is_known else trial.other_step())
+            optimizer = make(own)
         except Exception as error:  # whatever a user's factory raises
-            why = f"could not be tried: {told(error)}"
+            failed = error
+    if failed is not None:
+        if OVERLAPPING not in str(failed):
+            make(own)  # raises where it fails without a trial, too
+        return f"the optimizer {_untried(failed)}"
+    name = "the optimizer" if optimizer is None else type(optimizer).__name__
+    groups = [] if optimizer is None else optimizer.param_groups
+    rates, apart = [group.get("lr") for group in groups], _options(groups)
+    if apart and (hook := _hook(optimizer)):
+        return f"{name} has the step hook {hook}, which may look beyond and is not run for a trial"
+    is_known = not apart or _is_known(optimizer, ELEMENTWISE if ranges else TENSORWISE)
+    del optimizer, groups  # with its state
+    with trial.lending():
+        try:
+            why = trial.other_option(apart) or (None if is_known else trial.other_step())
+        except Exception as error:
+            why = _untried(error)
     if why is None and not is_known and not trial.has_changed and any(rate != 0 for rate in rates):
         why = "could not be tried: it has changed nothing"
     return why and f"{name} {why}"
@@ -113,8 +125,8 @@ def why_not_apart(
 class _Trial:
     """Optimizers of one factory that take the same steps.
 
-    They are made with the user's own tensors, which have numbers of the trial for a while: a hook or a step
-    may look at what the factory was given. Large ones are shorter then, and some of many are left out.
+    They are made with the user's own tensors, which have numbers of the trial for a while: a step may look at
+    what the factory was given. Large ones are shorter then, and some of many take no steps.
 
     Args:
         make, everything, own, ranges, sparse: as in `why_not_apart`.
@@ -129,6 +141,7 @@ class _Trial:
         sparse: Collection[Tensor],
     ) -> None:
         self._make, self._sparse, self._device = make, set(sparse), own[0].device
+        self._given = everything, own
         held, cut = set(own), {p for p, part in ranges.items() if 0 < len(part) < p.numel()}
         shapes = _sample([*(p for p in own if p in cut), *(p for p in own if p not in cut)])
         shapes |= _sample([p for p in everything if p not in held])
@@ -151,26 +164,38 @@ class _Trial:
 
     @contextmanager
     def lending(self) -> Iterator[None]:
-        """Give tensors back their numbers and gradients, and generators their states, after this context."""
-        kept = [(p, p.data, p.grad) for p in self._all]
+        """Lend tensors ones for this context; then give back numbers, gradients and generators' states."""
+        everything, held = self._given[0], set(self._given[1])
+        kept = [(p, p.data, p.grad) for p in everything]
         try:
             with preserved_state(self._device, python_too=True):
+                for p in everything:  # a large one takes no memory: torch's own pass without a step
+                    shape = p.shape if p in held else _cut(p.shape, LARGEST)
+                    of = shape if shape.numel() <= SMALL else ()
+                    p.grad, p.data = None, torch.ones(of, dtype=p.dtype, device=self._device).expand(shape)
                 yield
         finally:
             for p, data, gradient in kept:
                 p.grad = None  # it has another shape
                 p.data, p.grad = data, gradient
 
-    def other_option(self) -> str | None:
-        """Return how the options differ that the factory gives a parameter among others and among all."""
+    def other_option(self, apart: Options) -> str | None:
+        """Return how the factory treats a parameter otherwise among others than among all.
+
+        Args:
+            apart: options of the own parameters, as the factory gives them where it has no others.
+        """
         if self._ranges:
             return None  # it is called with all
-        for p in self._all:  # no memory is taken: torch's own pass without a step
-            p.grad, p.data = None, torch.zeros((), dtype=p.dtype, device=self._device).expand(self._shapes[p])
-        among_all, apart = (_options(self._make(tensors)) for tensors in (self._all, self._own))
-        for p in self._own:
-            for name, value in apart.get(p, {}).items():
-                if not _equal(value, among_all.get(p, {}).get(name)):
+        everything, own = self._given
+        optimizer = self._make(everything)
+        among_all = _options([] if optimizer is None else optimizer.param_groups)
+        for p in own:
+            if (p in apart) != (p in among_all):
+                return f"takes others of {self._what} than {self._than}"
+            one, other = apart.get(p, {}), among_all.get(p, {})
+            for name in one | other:
+                if not _equal(one.get(name), other.get(name)):
                     return f"gives {self._what} another {name} than {self._than}"
         return None
 
@@ -181,7 +206,7 @@ class _Trial:
                 start, expected = self._steps(each, self._all, NO_RANGES)
             except Exception as error:  # whatever a user's step raises
                 if each is PLAIN:
-                    return f"could not be tried: {told(error)}"
+                    return _untried(error)
                 continue  # a training would end in such a step, too
             begun = (self._weights[p] * each.scale for p in self._own)
             self.has_changed |= any(not torch.equal(p.cpu(), a) for p, a in zip(self._own, begun))
@@ -237,35 +262,48 @@ class _Trial:
         ]
 
 
-def _is_known(optimizer: torch.optim.Optimizer, kinds: Collection[type]) -> bool:
+def _is_known(optimizer: torch.optim.Optimizer | None, kinds: Collection[type]) -> bool:
     """Return True for an optimizer of these classes whose step is torch's alone."""
-    return type(optimizer) in kinds and not _has_hooks(optimizer) and "step" not in vars(optimizer)
+    return type(optimizer) in kinds and "step" not in vars(optimizer)
 
 
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if functions run before or after a step."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return any([*own, of_any._global_optimizer_pre_hooks, of_any._global_optimizer_post_hooks])
+def _hook(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """Return the name of a function that runs before or after a step, if any."""
+    kinds: list[dict[int, Any]] = [of_any._global_optimizer_pre_hooks, of_any._global_optimizer_post_hooks]
+    if optimizer is not None:
+        kinds = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *kinds]
+    hook = next((hook for hooks in kinds for hook in hooks.values()), None)
+    return hook and getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def _untried(error: Exception) -> str:
+    """Return in one line why an optimizer could not be tried."""
+    writes = f"its factory writes to a parameter of more than {SMALL:,} elements"
+    return f"could not be tried: {writes if OVERLAPPING in str(error) else told(error)}"
 
 
 def _sample(parameters: Sequence[Tensor]) -> dict[Tensor, torch.Size]:
-    """Return parameters to try, with their shapes: one of each shape first, then more while there is room.
-
-    The longest dimensions are halved of what is larger than LARGEST.
-    """
+    """Return parameters to try, with their shapes: one of each shape, then more while there is room."""
     given = [p for p in parameters if p.numel() and (p.is_floating_point() or p.is_complex())]
     firsts = dict[object, Tensor]()
     for p in given:
         firsts.setdefault((p.shape, p.dtype), p)
     found, room = dict[Tensor, torch.Size](), MOST
+    most = min(LARGEST, MOST // max(1, len(firsts)))
     for p in [*firsts.values(), *given]:
-        shape = list(p.shape)
-        while math.prod(shape) > LARGEST:
-            longest = shape.index(max(shape))
-            shape[longest] = shape[longest] // 2
-        if p not in found and math.prod(shape) <= room:
-            found[p], room = torch.Size(shape), room - math.prod(shape)
+        shape = _cut(p.shape, most)
+        if p not in found and shape.numel() <= room:
+            found[p], room = shape, room - shape.numel()
     return found
+
+
+def _cut(shape: torch.Size, most: int) -> torch.Size:
+    """Halve the longest dimensions of a shape until it has at most so many elements."""
+    sizes = list(shape)
+    while math.prod(sizes) > most:
+        longest = sizes.index(max(sizes))
+        sizes[longest] //= 2
+    return torch.Size(sizes)
 
 
 def _scaled(part: range, parameter: Tensor, shape: torch.Size) -> range:
@@ -296,9 +334,8 @@ def _differs(start: Tensor, expected: Tensor, found: Tensor) -> bool:
     return bool(expected.isfinite().all()) and not bool((found - expected).norm() <= allowed)
 
 
-def _options(optimizer: torch.optim.Optimizer | None) -> dict[Tensor, dict[str, Any]]:
+def _options(groups: Sequence[Mapping[str, Any]]) -> Options:
     """Return the options of each parameter that are numbers."""
-    groups = [] if optimizer is None else optimizer.param_groups
     numbers = int, float, tuple, Tensor
     kept = [{name: value for name, value in group.items() if isinstance(value, numbers)} for group in groups]
     return {p: options for group, options in zip(groups, kept) for p in group["params"]}

@@ -277,6 +277,19 @@ def test_state_factor(optimizer, factor):
     assert profile_of(mlp(), optimizer=optimizer).state_factor == factor
 
 
+def test_a_users_step_hook_is_not_run_for_a_measurement():
+    """It may count, or average the weights of the real model."""
+    calls = []
+
+    def hooked(parameters):
+        made = torch.optim.SGD(parameters, lr=0.1)
+        made.register_step_post_hook(lambda *_: calls.append(1))
+        return made
+
+    profile_of(mlp(), optimizer=hooked)
+    assert not calls
+
+
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 

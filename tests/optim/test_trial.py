@@ -231,10 +231,24 @@ def averaging(given):
     return optimizer
 
 
-def counted_hook(given):
-    optimizer = torch.optim.AdamW(given, lr=0.01)
-    optimizer.register_step_post_hook(lambda *_: None)
-    return optimizer
+def without_last(given):
+    """Leave out the last one, as a mistake in a slice does."""
+    return torch.optim.SGD([{"params": list(given)[:-1]}], lr=0.1)
+
+
+def slower_if_many(given):
+    """Give a group of many parameters an option that no other has."""
+    given = list(given)
+    return torch.optim.SGD([{"params": given, **({"extra": 0.5} if len(given) > 4 else {})}], lr=0.1)
+
+
+def halving(given):
+    """Begin with smaller weights."""
+    given = list(given)
+    with torch.no_grad():
+        for p in given:
+            p.mul_(0.5)
+    return torch.optim.SGD(given, lr=0.1)
 
 
 def layerwise(given):
@@ -278,7 +292,7 @@ def in_stages(factory) -> set[str | None]:
 BY_PART = "updates a part of a parameter otherwise than the whole"
 BY_STAGE = "updates a stage's parameters otherwise than among the whole model's"
 LOOK_AT_A_PARAMETER = [Lamb, Blocks, OnlyKernels, Counted, Later, OfSmall, OfLarge, OnlyThree, FlatState]
-LOOK_AT_ALL = [Clipped, OwnList, Largest, StepSize, hooked, averaging]
+LOOK_AT_ALL = [Clipped, OwnList, Largest, StepSize]
 
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)
@@ -309,8 +323,8 @@ def test_options_of_torchs_own_change_nothing(options):
     assert in_stages(partial(Mine, **options)) == {None}
 
 
-@pytest.mark.parametrize("factory", [MySGD, partial(MySGD, momentum=0.9, weight_decay=0.1), counted_hook])
-def test_a_subclass_or_a_hook_that_looks_at_no_other_element_is_accepted(factory):
+@pytest.mark.parametrize("factory", [MySGD, partial(MySGD, momentum=0.9, weight_decay=0.1)])
+def test_a_subclass_that_looks_at_no_other_element_is_accepted(factory):
     assert in_parts(factory) is None
     assert in_stages(factory) == {None}
 
@@ -340,18 +354,115 @@ def test_groups_keep_their_options():
     assert in_stages(by_dimensions) == {None}
 
 
-def test_a_hook_for_all_optimizers_is_the_users_too():
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
+@pytest.mark.parametrize("factory, kind", [(hooked, "Adam"), (averaging, "SGD")])
+def test_a_hook_is_told_by_its_name(factory, kind):
+    assert in_parts(factory).startswith(f"{kind} has the step hook {factory.__name__}.<locals>.")
+    assert in_stages(factory) == {in_parts(factory)}
 
-    def clip(optimizer, *_):
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
 
-    handle = register_optimizer_step_pre_hook(clip)
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("of_all", [True, False])
+def test_what_a_hook_changes_is_the_users(when, of_all):
+    """An average of the real model's weights had 240 updates before the training began."""
+    from torch.optim import optimizer as of_any
+
+    class Counting:
+        calls = 0
+
+        def __call__(self, *_):
+            self.calls += 1
+
+    count = Counting()
+
+    def factory(given):
+        optimizer = torch.optim.SGD(given, lr=0.1)
+        if not of_all:
+            getattr(optimizer, f"register_step_{when}_hook")(count)
+        return optimizer
+
+    handle = getattr(of_any, f"register_optimizer_step_{when}_hook")(count) if of_all else None
     try:
-        assert in_parts(torch.optim.SGD) == f"SGD with hooks {BY_PART}"
+        for why in {in_parts(factory), *in_stages(factory)}:
+            assert "SGD has the step hook" in why and "Counting, which" in why
     finally:
-        handle.remove()
+        _ = handle and handle.remove()
+    assert count.calls == 0
     assert in_parts(torch.optim.SGD) is None
+
+
+def test_a_parameter_that_the_factory_leaves_out_by_its_place_is_found_out():
+    """A known class passed, whose last parameter was not compared: each stage's last one stayed as it was."""
+    told = "SGD takes others of a stage's parameters than among the whole model's"
+    assert in_stages(without_last) == {None, told}
+    given = parameters()[:2]
+    assert why_not_apart(without_last, given, given[:1]) == told  # of which it has none
+
+
+def test_an_option_that_a_parameter_has_among_all_only_is_found_out():
+    (why,) = in_stages(slower_if_many)
+    assert why == "SGD gives a stage's parameters another extra than among the whole model's"
+
+
+def test_a_factory_that_writes_to_its_parameters_is_tried_on_small_ones():
+    """It wrote to the weights twice, or failed with torch's words about memory that is not there."""
+    given = parameters()
+    before = [p.detach().clone() for p in given]
+    for own in (given[:3], given[3:]):
+        assert why_not_apart(halving, given, own) is None
+    assert why_not_apart(halving, given, given, halves(given)) is None
+    assert all(map(torch.equal, given, before))
+    hollow = [nn.Parameter(torch.empty(7, 5, device="meta"))]
+    assert why_not_apart(halving, hollow, hollow, halves(hollow)) is None
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_factory_that_writes_to_a_large_parameter_is_told(held):
+    given = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(70, 70))]
+    why = why_not_apart(halving, given, [given[held]])
+    told = "could not be tried: its factory writes to a parameter of more than 4,096 elements"
+    assert why == f"{('SGD', 'the optimizer')[held]} {told}"
+    assert all(p.eq(1).all() for p in given)
+
+
+def test_a_factory_that_fails_raises_as_without_a_trial():
+    given = parameters()
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        why_not_apart(partial(MySGD, lr=-1.0), given, given[:3])
+
+    def by_spread(given):
+        return torch.optim.SGD(given, lr=1 / float(max(p.detach().std() for p in given if p.numel() > 1)))
+
+    told = "the optimizer could not be tried: ZeroDivisionError: float division by zero"
+    assert why_not_apart(by_spread, given, given[:3]) == told
+
+
+@pytest.mark.parametrize("small", [(6,), (5, 3, 2)])
+def test_a_small_parameter_is_tried_beside_many_large_ones(small):
+    """Large ones used up the room."""
+
+    class OfOneShape(torch.optim.SGD):
+        def step(self):
+            given = [p for group in self.param_groups for p in group["params"]]
+            if any(p.shape == small for p in given):
+                nn.utils.clip_grad_norm_(given, 1.0)
+            super().step()
+
+    given = [nn.Parameter(torch.empty(512 * 2**i, 512)) for i in range(5)]
+    given += [nn.Parameter(torch.empty(small)), nn.Parameter(torch.empty(4))]
+    assert BY_STAGE in why_not_apart(OfOneShape, given, given[:-1])
+    assert BY_PART in why_not_apart(OfOneShape, given, given, halves(given))
+
+
+def test_options_of_all_parameters_are_compared():
+    """Of many that are alike few take steps."""
+
+    def by_place(given):
+        given = list(given)
+        return torch.optim.SGD([{"params": given[:700]}, {"params": given[700:], "lr": 0.2}], lr=0.1)
+
+    given = [nn.Parameter(torch.empty(64, 64)) for _ in range(1500)]
+    assert "another lr" in why_not_apart(by_place, given, given[600:1400])
+    assert all(p.shape == (64, 64) for p in given)
 
 
 def test_a_rate_that_a_scheduler_sets_later_hides_nothing():
@@ -438,7 +549,7 @@ def test_tensors_on_the_meta_device():
     """Those of other stages, where each rank makes only its own."""
     own, other = parameters()[:2], [nn.Parameter(torch.empty(7, 5, device="meta"))]
     assert why_not_apart(Lamb, [*own, *other], own) is None
-    assert BY_STAGE in why_not_apart(hooked, [*own, *other], own)
+    assert BY_STAGE in why_not_apart(OwnList, [*own, *other], own)
     assert why_not_apart(MySGD, other, other, halves(other)) is None
     assert BY_PART in why_not_apart(Lamb, other, other, halves(other))
     assert other[0].is_meta
