@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.optim.named import with_parameters
+
 # The plain and the fused form of these share one state. A subclass is left out: its `step` may do anything.
 FUSIBLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 FLAGS = ("nesterov", "maximize", "amsgrad")  # the kernels take bool only, the plain loop any truth value
@@ -61,7 +63,7 @@ def _parts(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[dict
             # SGD has a first step for all parameters or for none (torch 2.13, `_fused_sgd`).
             parts.setdefault(frozenset(state) if _suits(p, p.grad, state) else None, []).append(p)
     return [
-        {**group, "params": parameters, "fused": None if form is None else True}
+        {**with_parameters(group, parameters), "fused": None if form is None else True}
         for form, parameters in parts.items()
     ] or [group]
 

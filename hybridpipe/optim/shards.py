@@ -16,6 +16,7 @@ from hybridpipe.collectives.protocol import Handle
 from hybridpipe.comm.status import rank_status
 from hybridpipe.optim.gradient_sync import filled
 from hybridpipe.optim.layout import Layout
+from hybridpipe.optim.named import with_parameters
 from hybridpipe.stage.parts import Piece, join
 
 MOST_UNDER_WAY = 8  # all-gathers; every poll looks at each
@@ -173,8 +174,8 @@ def take_over(
         parts, ranges: as in `Shards`.
     """
     for group in optimizer.param_groups:
-        mine = (parts.get(p) if p in ranges else p for p in group["params"])
-        group["params"] = [part for part in mine if part is not None]
+        mine = [p for p in group["params"] if p in parts or p not in ranges]
+        group.update(with_parameters(group, mine, parts))
     for p in [p for p in optimizer.state if p in ranges]:
         state = optimizer.state.pop(p)
         if p in parts:

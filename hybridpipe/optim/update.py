@@ -26,6 +26,7 @@ from hybridpipe.planning.checks import NO_COMPRESSION, ON_NONFINITE, non_negativ
 from hybridpipe.planning.cluster import check_compression
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
+from hybridpipe.stage.state import options_of
 from hybridpipe.stage.weights import sparse_parameters
 from hybridpipe.types import OptimizerFactory
 
@@ -236,7 +237,7 @@ class Given(NamedTuple):
     def of(cls, optimizer: torch.optim.Optimizer | None) -> "Given":
         """Read the options of a new optimizer."""
         groups = [] if optimizer is None else optimizer.param_groups
-        return cls([{name: value for name, value in group.items() if name != "params"} for group in groups])
+        return cls([*map(options_of, groups)])
 
 
 class Made(NamedTuple):

@@ -25,6 +25,7 @@ from hybridpipe.errors import UserError, shown
 
 JSON = Any
 FORMS = ("foreach", "fused")  # options that choose an implementation and change no formula
+NAMES = "param_names"  # where torch's optimizers keep the names of a group's parameters
 AVERAGE = "ema"  # in an optimizer's state of a parameter: the average that `callbacks.EMA` keeps
 SAMPLES_SEEN, BATCHES_AGREED = "statistics_samples", "statistics_batches"  # JSON keys of `stage.statistics`
 _TENSOR, _TUPLE, _PAIRS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$pairs", "$counter", "$float"
@@ -131,6 +132,11 @@ def name_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group. Names are none: another plan's groups would differ by them."""
+    return {name: value for name, value in group.items() if name not in ("params", NAMES)}
+
+
 def take_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Mapping[Tensor, str],
@@ -157,7 +163,7 @@ def take_optimizer(
     into.meta["num_groups"] = len(optimizer.param_groups)  # including groups without parameters of this stage
     into.meta["groups"], into.meta["given"], into.meta["parameters"] = [], [], {}
     for i, group in enumerate(optimizer.param_groups):
-        options = {name: value for name, value in group.items() if name != "params"}
+        options = options_of(group)
         mine = [p for p in group["params"] if p in names]
         if not mine:
             continue
@@ -197,12 +203,13 @@ def read_optimizer(state: State, where: str) -> dict[str, OfParameter]:
     Raises:
         UserError: the state was not written by `take_optimizer`.
     """
-    groups = [unpack(group, state.tensors, where) for group in state.meta.get("groups", [])]
+    unpacked = (unpack(group, state.tensors, where) for group in state.meta.get("groups", []))
+    groups = {i: options_of(group) for i, group in enumerate(unpacked) if isinstance(group, dict)}
     given = [unpack(group, state.tensors, where) for group in state.meta.get("given", [])]
     found = {}
     for key, entry in state.meta.get("parameters", {}).items():
         match entry:
-            case {"group": int(at), "state": dict(own), **more} if 0 <= at < len(groups):
+            case {"group": int(at), "state": dict(own), **more} if at in groups:
                 held = unpack(own, state.tensors, where), given[at] if at < len(given) else None
                 found[key] = OfParameter(groups[at], *held, _part(more.get("part"), f"{where}: {key}"))
             case _:

@@ -261,10 +261,17 @@ def test_batches_that_replicas_agreed_on_are_read_or_refused():
 
 
 @pytest.mark.parametrize(
-    "entry", [{"group": -1, "state": {}}, {"group": 1, "state": {}}, {"group": 0, "state": []}, {"state": {}}]
+    "entry",
+    [
+        {"group": -1, "state": {}},
+        {"group": 1, "state": {}},
+        {"group": 2, "state": {}},
+        {"group": 0, "state": []},
+        {"state": {}},
+    ],
 )
 def test_an_optimizers_entry_of_no_group_is_refused(entry):
-    state = State(meta={"groups": [{"lr": 0.1}], "parameters": {"a.weight": entry}})
+    state = State(meta={"groups": [{"lr": 0.1}, 5], "parameters": {"a.weight": entry}})
     with pytest.raises(UserError, match=r"^file: parameter a.weight: cannot be understood: "):
         read_optimizer(state, "file")
 
