@@ -111,10 +111,14 @@ class Worker:
         with_others = replicas, self.transport, self.device, rule.compression, groups
         made = replication(plan, place, stages, *with_others)
         has_all = plan.num_groups == 1
-        self._refuse(rule.why_not_apart(self.model, made.parameters, made.shards, has_all))
+        with failure.guard():  # the user's factory may fail on this rank alone
+            why = rule.why_not_apart(self.model, made.parameters, made.shards, has_all)
+        self._refuse(why)
         elsewhere = [p for p, others in groups.items() if others[0] != place.stage]
         of_update = self._sum_over_ranks, made.uncounted(elsewhere), made.shards
         of_check = self._max_over_updating_ranks, elsewhere, made.parts
+        with failure.guard():
+            update = rule.build(made.parameters, plan, place.stage, *of_update)
         pieces = (
             plan,
             place,
@@ -122,7 +126,7 @@ class Worker:
             stages,
             [PointToPoint(plan, s, self.courier, self.layers.precision) for s in held],
             made.sync,
-            rule.build(made.parameters, plan, place.stage, *of_update),
+            update,
             NonfiniteCheck(rule.on_nonfinite, plan, place, stages, *of_check),
             SharedGradients(plan, place, groups, self.courier) if groups else None,
             LossWeights(plan, self._sum_over_updating_ranks),

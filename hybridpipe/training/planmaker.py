@@ -91,7 +91,9 @@ def _shareable(request: PlanRequest, model: nn.Module, rule: UpdateRule, world: 
     """
     if request.zero != AUTO:
         return request
-    why = next(filter(None, world.allgather(rule.why_not_halved(model))), None)
+    with failure.guard():  # the user's factory may fail on this rank alone
+        here = rule.why_not_halved(model)
+    why = next(filter(None, world.allgather(here)), None)
     if why is None:
         return request
     if world.rank == 0:
@@ -374,10 +376,11 @@ class PlanMaker:
         if self.numbers is not None:
             self.numbers.fill_for_measuring(copy.model)
         names: dict[Tensor, str] = {p: name for name, p in copy.model.named_parameters()}
-        self._rule.naming(names).try_out([p for p in names if p.requires_grad][:1])
+        with failure.guard():  # else the other ranks would wait for a failed one
+            self._rule.naming(names).try_out([p for p in names if p.requires_grad][:1])
         self._suit_allocator(copy.model)
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
-        with failure.guard():  # else the other ranks would wait for a failed one
+        with failure.guard():
             try:
                 each_kind = self.numbers is not None
                 rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device, each_kind)

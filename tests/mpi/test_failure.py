@@ -48,6 +48,14 @@ def test_an_error_while_the_plan_is_made_ends_the_job(job):
     assert "RuntimeError: mat1 and mat2 shapes" in done.stdout and "rank 0 on host" in done.stdout
 
 
+@pytest.mark.parametrize("zero, plan", [("0", "straight"), ("0", "dp"), ("0", "auto"), ("auto", "dp")])
+def test_an_optimizer_that_cannot_be_made_on_one_rank_ends_the_job(job, zero, plan):
+    """In a trial, a measurement or its stage: a script that catches it left the others waiting."""
+    done = job(2, "unmeasurable.py", zero, plan, fails=True)
+    assert done.stdout.count("hybridpipe: rank 1 on host") == 1 and "caught" not in done.stdout
+    assert "RuntimeError: only here; ending the job" in done.stdout
+
+
 def test_a_mistake_that_one_rank_sees_is_told(job):
     done = job(2, "refusing.py", "1", fails=True)
     assert done.returncode == 2 and done.stdout.count("hybridpipe: only here") == 1
