@@ -91,13 +91,14 @@ def options(parser: argparse.ArgumentParser) -> dict[str, str]:
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction):
             continue
-        positional = action.dest if action.nargs == argparse.REMAINDER else action.metavar
+        is_rest = action.nargs == argparse.REMAINDER  # which Python calls required up to 3.12
+        positional = action.dest if is_rest else action.metavar
         name = action.option_strings[-1] if action.option_strings else positional
         default = action.default
         if isinstance(default, list | tuple):
             default = ",".join(default)
         given = ABSENT if default in (None, "", {}) else str(default)
-        found[name] = "required" if action.required else given
+        found[name] = "required" if action.required or is_rest else given
     return found
 
 
