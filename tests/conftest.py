@@ -5,6 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.start import sitecustomize
+
+# Processes that tests start run `sitecustomize` at their start; this one has begun.
+START = str(Path(sitecustomize.__file__).parent)
+if START not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [START, *paths]))
+
 # Open MPI's component for libfabric sleeps a second in each MPI_Init, of which the tests have hundreds.
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 # Tests that run at once have 80 columns by pytest-xdist, and tables would be cut off there.
