@@ -172,11 +172,17 @@ class OnMinibatch(Callback):
     """A function that is called with the record of each minibatch."""
 
     def __init__(self, function: Callable[[MinibatchRecord], None]) -> None:
-        self._function = function
+        self.function = function
 
     def on_minibatch(self, run: Run, record: MinibatchRecord) -> None:
         """Call the function."""
-        self._function(record)
+        self.function(record)
+
+
+def _origin(callback: Callback) -> str:
+    """Return the module that a callback, or the function behind it, comes from."""
+    made = callback.function if isinstance(callback, OnMinibatch) else type(callback)
+    return getattr(made, "__module__", None) or ""
 
 
 class CallbackList:
@@ -192,8 +198,7 @@ class CallbackList:
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
         self._run, self._named = run, dict(zip(names_of(callbacks), callbacks, strict=True))
         own = __name__.partition(".")[0] + "."
-        kinds = {type(callback) for callback in callbacks}
-        self.are_users = OnMinibatch in kinds or any(not kind.__module__.startswith(own) for kind in kinds)
+        self.are_users = any(not _origin(each).startswith(own) for each in callbacks)
 
     def tell(self, event: str, *arguments: Any) -> None:
         """Call the method `event` of each."""

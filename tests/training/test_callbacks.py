@@ -7,6 +7,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from hybridpipe import Callback, Checkpointing
+from hybridpipe.callbacks import EarlyStopping
+from hybridpipe.training.callbacks import CallbackList, OnMinibatch
+from hybridpipe.training.run_folder import Records
 from tests.training.helpers import assert_same_weights, plain_loop, seeded, seeded_mlp, whole
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -218,3 +221,15 @@ def test_breaks_are_refused_under_asynchronous_schedules(make):
     trainer = make(plan=whole(1, schedule="pipedream"))
     with pytest.raises(ValueError, match="max_steps must not be given under pipedream, whose minibatches"):
         trainer.fit(seeded(8), max_steps=3)
+
+
+def test_only_callbacks_of_users_may_change_the_model():
+    """Under `train` the command's own callback had the settings compared after each minibatch."""
+
+    class Users(Callback):
+        pass
+
+    own = [EarlyStopping(), OnMinibatch(Records.note)]
+    assert not CallbackList(own, None).are_users
+    for each in (Users(), OnMinibatch(print), OnMinibatch(lambda record: None)):
+        assert CallbackList([*own, each], None).are_users
