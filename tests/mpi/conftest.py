@@ -3,23 +3,33 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from hybridpipe.launch import mpirun
+from tests.mpi.worlds import MOST, SHARED, Worlds
 
 PROGRAMS = Path(__file__).parent / "programs"
 
 Job = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Worlds of ranks that stay until the last test."""
+    made = Worlds()
+    yield made
+    made.end()
+
+
 @pytest.fixture
-def job() -> Job:
+def job(worlds: Worlds) -> Job:
     """`job(ranks, "program.py", *arguments)` runs one of tests/mpi/programs and returns what it printed.
 
     `fails=True` expects an exit code other than 0; `timeout_seconds` and `env` as in `mpirun.run`.
+    Programs in `worlds.SHARED` run in a world that others have used, but with `fails` or `env`.
     """
 
     def run(
@@ -31,6 +41,12 @@ def job() -> Job:
         env: dict[str, str] | None = None,
     ) -> "subprocess.CompletedProcess[str]":
         path = PROGRAMS / program
+        if program in SHARED and ranks <= MOST and not fails and env is None:
+            done = worlds.run(ranks, path, arguments, timeout_seconds)
+            if done.returncode:
+                what = f"{program} {' '.join(arguments)} on {ranks} ranks of a world"
+                pytest.fail(f"{what}: exit code {done.returncode}\n{done.stdout}", pytrace=False)
+            return done
         command = [sys.executable, str(path)] if path.is_file() else [program]
         done = mpirun.run(
             ranks,
