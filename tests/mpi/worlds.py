@@ -105,9 +105,12 @@ class Worlds:
         """Run a program as `mpirun.run` does, with each rank's output in one piece."""
         if num_ranks not in self._worlds:
             self._worlds[num_ranks] = World(num_ranks)
-        code, printed = self._worlds[num_ranks].run(program, arguments, timeout_seconds)
-        if code:
-            self._worlds.pop(num_ranks).end()
+        code = 1  # unless the test's own time limit comes first
+        try:
+            code, printed = self._worlds[num_ranks].run(program, arguments, timeout_seconds)
+        finally:
+            if code:
+                self._worlds.pop(num_ranks).end()
         return subprocess.CompletedProcess([str(program), *arguments], code, printed)
 
     def end(self) -> None:
