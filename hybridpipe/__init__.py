@@ -54,5 +54,9 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         found = getattr(import_module(f"hybridpipe.{_LATER[name]}"), name)
         globals()[name] = suggesting(found) if name in _SUGGESTING else found  # once
+        if name == "Trainer":  # a mistake in its arguments is told before it is made
+            import_module("hybridpipe.health.failure").install()
         return found
+    if name == "callbacks":
+        return import_module("hybridpipe.callbacks")
     raise AttributeError(f"module 'hybridpipe' has no attribute {name!r}")

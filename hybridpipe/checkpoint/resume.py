@@ -197,7 +197,8 @@ def changed_line(name: str, now: object, then: object) -> str:
 
 def refuse_changed(where: str, line: str) -> NoReturn:
     """Raise UserError for a changed setting, with the option that allows it."""
-    raise UserError(f"{where}: {line}; --resume-changed (allow_changed=True) uses the training's")
+    allowed = "--resume-changed, or trainer.resume(folder, allow_changed=True), uses the training's"
+    raise UserError(f"{where}: {line}; {allowed}")
 
 
 class _Reading:

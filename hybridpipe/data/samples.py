@@ -169,6 +169,8 @@ def _checked(where: str, sample: Any, index: int, collate_fn: Collate | None) ->
         return collated([sample], [index], collate_fn)
     accepted = f"{where}: a sample must be a dict or a pair (inputs, target) of tensors, arrays, numbers, got"
     pair = pair_of(sample)
+    if isinstance(pair, Tensor) or (isinstance(pair, tuple | list) and len(pair) == 1):
+        raise TypeError(f"{accepted} inputs alone; to predict, any target will do: (inputs, 0)")
     if not isinstance(pair, tuple | list):
         raise TypeError(f"{accepted} a {type(pair).__name__}; or give a collate_fn")
     if len(pair) != len(_PARTS):

@@ -6,6 +6,7 @@ ends in MPI_Abort, where mpi4py alone would leave the other ranks waiting; a sin
 
 import atexit
 import builtins
+import dis
 import faulthandler
 import os
 import signal
@@ -32,6 +33,7 @@ ABORT_SECONDS = 2
 STAGGER_SECONDS = 0.5
 # After a link was cut, mpirun 5.0.11 waited for the lost host until it was killed.
 LAUNCHER_SECONDS = 3
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orterun", "orted")  # of Open MPI
 
 
@@ -109,12 +111,34 @@ def end_job_for(error: BaseException) -> None:
 def _excepthook(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     found = (error or kind()).with_traceback(trace)
     if MPI.COMM_WORLD.size > 1:
-        if isinstance(found, UserError) and found.exit_code == 2:
-            refuse(found)  # a mistake in a script is told as one in a config
+        if (mistake := _mistake(found)) is not None:
+            refuse(mistake)  # in a script, as in a config
         _abort(found)
     if not isinstance(found, KeyboardInterrupt):
         _tell(found)
     sys.__excepthook__(kind, found, trace)
+
+
+def _mistake(error: BaseException) -> UserError | None:
+    """Return a user's mistake, told in one line; None for another error, whose traceback is of use.
+
+    What the package itself raises for an argument is one: a ValueError or TypeError that no other error has
+    caused. Its line names that of the script.
+    """
+    if isinstance(error, UserError):
+        return error if error.exit_code == 2 else None
+    if type(error) not in (TypeError, ValueError) or error.__cause__ or hasattr(error, "__notes__"):
+        return None
+    where, trace = "", error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith((_PACKAGE, "<")):  # "<": what dataclasses make
+            where = f" ({Path(file).name}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    if trace is None or not trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        return None
+    operation = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
+    return UserError(f"{error}{where}") if operation == "RAISE_VARARGS" else None
 
 
 def _exit(code: Any = None) -> None:
@@ -137,7 +161,7 @@ def _tell(error: BaseException) -> tuple[int, str]:
     explanation = out_of_memory.explanation(error)
     what = told(error) if explanation in told(error) else f"{told(error)}; {explanation}"
     where = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}, {rank_status}"
-    code = getattr(error, "exit_code", 1)  # of a UserError
+    code = 1 if (mistake := _mistake(error)) is None else mistake.exit_code
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         code = error.code
     exit_report.tell(code, f"{where}: {what}", what, rank_status.step)
@@ -152,8 +176,11 @@ def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
     """
     if not _reporting.acquire(blocking=False):
         threading.Event().wait()
+    mistake = _mistake(error)
+    if mistake is not None and rank_status.step is None:
+        refuse(mistake)
     heading = ["Traceback (most recent call last):\n", *stack] if stack else []
-    lines = "".join([*heading, *traceback.format_exception(error)])
+    lines = "" if mistake is not None else "".join([*heading, *traceback.format_exception(error)])
     code, told = _tell(error)
     time.sleep(getattr(error, "stagger_seconds", STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3)))
     sys.stdout.flush()

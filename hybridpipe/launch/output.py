@@ -15,6 +15,11 @@ RULE = b"-" * 74 + b"\n"  # above and below what Open MPI tells
 # The first line below the rule. Other boxes, such as warnings, pass.
 ENDS = re.compile(rb"(prterun|mpirun) (noticed|detected|has exited)|MPI_ABORT was invoked|Primary job ")
 LONGEST = 40  # lines of a box
+# srun tells of the same in single lines.
+SRUN = re.compile(
+    rb"srun: (error: \S+: tasks? [\d,-]+: |launch/slurm: _step_signal|Job step aborted|Force Terminated)"
+    rb"|slurmstepd\S*: error: \*\*\* STEP "
+)
 # Open MPI 4 and 5, and srun: which rank was lost, and where. srun kills the others of a failed one, too.
 LOST = re.compile(
     rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on\s+signal"
@@ -68,6 +73,10 @@ class Output:
 
     def _take(self, piece: bytes) -> None:
         """Take a line, or a part of one: it passes, unless it may belong to a box."""
+        if not (self._is_inside or self._held) and piece.endswith(b"\n") and SRUN.match(piece):
+            self._note_lost(piece)
+            self._boxes += piece
+            return
         if self._is_inside or not (self._held or RULE.startswith(piece)):
             self._is_inside = not piece.endswith(b"\n")
             self._pass(piece)

@@ -2,6 +2,7 @@
 
 import atexit
 import builtins
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -10,7 +11,24 @@ import pytest
 
 from hybridpipe.comm.status import Doing, rank_status
 from hybridpipe.health import failure
+from hybridpipe.planning import plan
+from hybridpipe.planning.checks import one_of
 from hybridpipe.planning.schedules.instructions import Forward
+
+
+def cause(text):
+    try:
+        int(text)
+    except ValueError as error:
+        raise TypeError("caused") from error
+
+
+def noted(text):
+    try:
+        one_of("schedule", text, ["1f1b"])
+    except ValueError as error:
+        error.add_note("in the forward")
+        raise
 
 
 @pytest.fixture
@@ -87,3 +105,29 @@ def test_a_rank_alone_says_what_an_error_of_memory_means(aborted):
     with pytest.raises(MemoryError) as caught, failure.guard():
         raise MemoryError
     assert caught.value.__notes__[0].startswith("out of memory: the process has had")
+
+
+def raised(function, *arguments, **options):
+    with pytest.raises(Exception) as caught:
+        function(*arguments, **options)
+    return failure._mistake(caught.value)
+
+
+def test_what_we_refuse_of_an_argument_is_a_mistake_and_names_the_scripts_line():
+    line = raised(plan.StageSpec, 3, 2)
+    assert re.fullmatch(r"stop must be .*, got 2.* \(test_failure.py:\d+\)", str(line)), line
+    assert line.exit_code == 2
+    assert str(raised(one_of, "schedule", "gpip", ["1f1b"])).startswith("schedule must be one of 1f1b, got")
+
+
+@pytest.mark.parametrize(
+    "function, arguments",
+    [
+        (int, "x"),  # raised by Python
+        (plan.Plan, 5),  # a TypeError within the package that nothing raises
+        (cause, "x"),  # a user's error has caused it
+        (noted, "x"),  # within the user's code
+    ],
+)
+def test_other_errors_keep_their_traceback(function, arguments):
+    assert raised(function, arguments) is None

@@ -89,5 +89,6 @@ def test_a_notebook_whose_stderr_takes_text_only_does_not_stop_the_job(copied, m
 @pytest.mark.parametrize("reason", ["Killed", "Segmentation fault"])
 def test_srun_says_which_task_was_lost_first(copied, reason):
     text = f"srun: Job step aborted: Waiting\nsrun: error: h2: task 1: {reason}\n{ALSO_KILLED}"
-    passed, output = copied(text)
-    assert (passed, output.lost()) == (text, "rank 1 on host h2")
+    passed, output = copied(f"a rank's\n{text}srun: nothing of the end\n")
+    assert passed == "a rank's\nsrun: nothing of the end\n" and output.boxes() == text
+    assert output.lost() == "rank 1 on host h2"

@@ -137,7 +137,7 @@ def test_other_settings_are_refused_and_a_full_disk_told(train, tmp_path):
     other += ["--set", "plan.predict=false", "--set", "optimizer.args.lr=0.001"]
     printed, _ = train(*other, fails=True)
     line = "optimizer: lr: the training has 0.001, the checkpoint 0.01"
-    refused = f"hybridpipe: {out}/checkpoints/step-00000004: {line}; --resume-changed (allow_changed=True)"
+    refused = f"hybridpipe: {out}/checkpoints/step-00000004: {line}; --resume-changed, or trainer.resume("
     assert printed.count(refused) == 1 and "Traceback" not in printed
     printed, _ = train(*other, "--resume-changed")
     assert printed.count(f"hybridpipe: resuming with changed settings: {line}\n") == 1
