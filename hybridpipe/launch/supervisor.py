@@ -265,9 +265,7 @@ def _keep(boxes: str, ended: restarts.Attempt, options: LaunchOptions) -> None:
     """Print what the launcher told of the end if nobody else has; a training keeps the rest in a file."""
     if ended.cause.endswith(restarts.NOT_TOLD):
         sys.stderr.write(boxes)
-    elif (
-        options.resume_words and ended.code != restarts.MISTAKE
-    ):  # else another training may run in the folder
+    elif options.resume_words and ended.code != restarts.MISTAKE:  # then OUT may be another training's
         with contextlib.suppress(OSError), (options.out / LAUNCHER_LOG).open("a", encoding="utf-8") as log:
             log.write(boxes)
 
