@@ -25,7 +25,7 @@ from tests.training.helpers import seeded, seeded_mlp
 pytestmark = pytest.mark.usefixtures("quick")
 
 cross_entropy = nn.functional.cross_entropy
-WAY_ROUND = r"; --resume-changed \(allow_changed=True\) uses the training's$"
+WAY_ROUND = r"; --resume-changed, or trainer.resume\(folder, allow_changed=True\), uses the training's$"
 
 
 def sgd(lr: float = 0.1, **options):
