@@ -2,8 +2,7 @@
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar
@@ -36,16 +35,6 @@ class NotSaved(UserError):
     def __init__(self, what: str, step: int | None = None) -> None:
         super().__init__(what)
         self.step = step
-
-
-@contextmanager
-def noting(where: Callable[[], str]) -> Iterator[None]:
-    """Add a note to any error of the user's code that is called inside: which call it was, and with what."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(where())  # Python prints it below the error
-        raise
 
 
 def told(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hybridpipe.comm.messages import ProtocolError, Spec, check_header, pack, present, views, write_head
+from hybridpipe.comm.messages import ProtocolError, Spec, pack, present, views, write_head
 from hybridpipe.comm.transport import Pending, Transport
 from hybridpipe.device import GpuLanes, Lanes
 
@@ -38,22 +38,19 @@ class Arriving(NamedTuple):
 
     def check(self) -> None:
         """Raise ProtocolError unless the message, which has arrived, is the one that the plan expects."""
-        self._checked_head()
+        self._present()
 
     def wait(self, on_slow: Callable[[], None] | None = None) -> Content:
         """Wait for the message, check it and return its tensors, in the types in which they are sent."""
         self.pending.wait(on_slow)
-        there = present(self._checked_head(), self.spec)
-        tensors = views(self.body(), self.spec)
+        there, tensors = self._present(), views(self.body(), self.spec)
         return [tensor if is_there else None for tensor, is_there in zip(tensors, there, strict=True)]
 
-    def _checked_head(self) -> Tensor:
-        head = self.head()
+    def _present(self) -> list[bool]:
         try:
-            check_header(head, self.spec, self.header, HEADER_NAMES)
+            return present(self.head(), self.spec, self.header, HEADER_NAMES)
         except ProtocolError as error:
             raise ProtocolError(f"from rank {self.peer}, tag {self.tag}: {error}") from None
-        return head
 
 
 class Courier:

@@ -10,6 +10,7 @@ import os
 import torch
 
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.mpi_transport import memory_of
 from hybridpipe.errors import UserError
 
 ASKED = "HYBRIDPIPE_CUDA_AWARE_MPI"
@@ -43,11 +44,6 @@ def library_says_so() -> bool:
         except (OSError, AttributeError):  # another MPI than Open MPI, or it is loaded elsewhere
             continue
     return False
-
-
-def memory_of(buffer: torch.Tensor) -> object:
-    """Return a tensor of bytes as mpi4py takes it: memory of the host, or of a GPU where MPI can use it."""
-    return buffer.numpy() if buffer.device.type == "cpu" else buffer
 
 
 def _arrives(world: MPI.Comm, device: torch.device, num_bytes: int) -> bool:

@@ -79,7 +79,7 @@ class Spec:
             offsets.append(offsets[-1] + _aligned(tensor.num_bytes))
         return offsets
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Size of the whole message in bytes."""
         return self.offsets[-1]
@@ -90,14 +90,15 @@ class Spec:
         return Spec(tuple(tensor for tensor in self.tensors if tensor.requires_grad), optional=True)
 
 
-def _as_it_is(tensor: Tensor) -> torch.dtype:
+def as_it_is(tensor: Tensor) -> torch.dtype:
+    """Return a tensor's own type."""
     return tensor.dtype
 
 
 def spec_of(
     tensors: Sequence[Tensor],
     single: bool = False,
-    sent: Callable[[Tensor], torch.dtype] = _as_it_is,
+    sent: Callable[[Tensor], torch.dtype] = as_it_is,
 ) -> Spec:
     """Return the spec of tensors.
 
@@ -154,13 +155,17 @@ def pack(buffer: Tensor, spec: Spec, tensors: Sequence[Tensor | None]) -> None:
             view.copy_(tensor.detach())
 
 
-def check_header(buffer: Tensor, spec: Spec, header: Sequence[int], names: Sequence[str]) -> None:
-    """Check that a message is the expected one.
+def present(head: Tensor, spec: Spec, header: Sequence[int], names: Sequence[str]) -> list[bool]:
+    """Check that a message is the expected one, and return for each tensor whether it has it.
+
+    Args:
+        head: the message's head, in the host's memory.
+        names: of the header's fields.
 
     Raises:
         ProtocolError: the header differs; names each field that does.
     """
-    fields = _fields(buffer)
+    fields = _fields(head)
     if fields[: 1 + len(header)] != (spec.num_bytes, *header):
         expected = dict(zip(("num_bytes", *names), (spec.num_bytes, *header), strict=True))
         received = dict(zip(expected, fields, strict=False))
@@ -170,10 +175,6 @@ def check_header(buffer: Tensor, spec: Spec, header: Sequence[int], names: Seque
             if received[name] != value
         )
         raise ProtocolError(f"a message is not the one the plan expects: {differences}")
-
-
-def present(head: Tensor, spec: Spec) -> list[bool]:
-    """Return for each tensor whether a message has it, given its head in the host's memory."""
     count = len(spec.tensors)
     if not spec.optional:
         return [True] * count

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.cuda_aware import memory_of
+from hybridpipe.comm import transport
 from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Wait, rank_status
@@ -164,7 +164,9 @@ class MpiTransport:
 
     def send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None = None) -> Pending:
         """Start sending with `MPI_Isend`; `buffer` is kept alive until the transfer is complete."""
-        return _one_or_parts([self._send(part, peer, tag, ready) for part in parts_of(buffer)])
+        if len(buffer) < transport.PART_BYTES:
+            return self._send(buffer, peer, tag, ready)
+        return Parts([self._send(part, peer, tag, ready) for part in parts_of(buffer)])
 
     def _send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None) -> Pending:
         num_bytes = len(buffer)
@@ -193,7 +195,9 @@ class MpiTransport:
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         """Post a receive of the peer's next message with this tag; its `wait` raises for another size."""
-        return _one_or_parts([self._receive(part, peer, tag) for part in parts_of(buffer)])
+        if len(buffer) < transport.PART_BYTES:
+            return self._receive(buffer, peer, tag)
+        return Parts([self._receive(part, peer, tag) for part in parts_of(buffer)])
 
     def _receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         expected = _Request(None, buffer, self, False, Wait("receive", (peer,), tag, len(buffer)))
@@ -411,8 +415,9 @@ class MpiTransport:
                 self._limit_pause(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
 
 
-def _one_or_parts(pending: list[Pending]) -> Pending:
-    return pending[0] if len(pending) == 1 else Parts(pending)
+def memory_of(buffer: Tensor) -> object:
+    """Return a tensor of bytes as mpi4py takes it: memory of the host, or of a GPU where MPI can use it."""
+    return buffer.numpy() if buffer.device.type == "cpu" else buffer
 
 
 def _longer(pause: float, only_expected: bool) -> float:

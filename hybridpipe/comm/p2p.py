@@ -16,6 +16,7 @@ from hybridpipe.comm.messages import (
     SPEC_BYTES,
     ProtocolError,
     Spec,
+    as_it_is,
     decode_spec,
     encode_spec,
     header_of,
@@ -52,7 +53,8 @@ class PointToPoint:
     """
 
     def __init__(self, plan: Plan, stage: int, courier: Courier, precision: Precision = FP32) -> None:
-        self._stage, self._courier, self._sent = stage, courier, precision.sent
+        self._stage, self._courier = stage, courier
+        self._sent = as_it_is if precision.low is None else precision.sent
         self._transport = courier.transport
         self._chunk = stage // plan.num_groups
         self._num_stages = plan.num_stages
@@ -104,7 +106,7 @@ class PointToPoint:
                 f"{_describe(known)} before, {_describe(spec)} now; shapes and types must follow from those "
                 "of the inputs, and a data set whose samples differ in shape needs a collate_fn"
             )
-        self._send(ACTIVATION, microbatch, self._stage, key.peer, spec, tensors)
+        self._send(ACTIVATION, microbatch, self._stage, key.peer, known, tensors)
 
     def send_gradient(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
         """Start sending the gradients of a stage's input to the stage before.

@@ -4,29 +4,24 @@ A synchronous program has a stream of one minibatch; an asynchronous one runs un
 Not known here: data sets. Invariant: tensors are fetched on the ranks that need them, when they need them.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import chain, count
 from typing import NamedTuple
 
-from hybridpipe.model.tensors import Tree, map_tensors, num_samples
-
-
-def _keep(_: int) -> None:
-    """Drop nothing: the tensors are in memory anyway."""
+from hybridpipe.model.tensors import Tree, num_samples, split
 
 
 class Minibatch(NamedTuple):
     """One minibatch's microbatches: their sizes, and functions from a microbatch's index to its tensors.
 
-    `drop` is told of a microbatch whose tensors are used no more.
+    `drop` is told of a microbatch whose tensors are used no more; None where they are in memory anyway.
     """
 
     sizes: Sequence[int]  # in samples
     inputs: Callable[[int], Tree]
     targets: Callable[[int], Tree]
-    drop: Callable[[int], None] = _keep
+    drop: Callable[[int], None] | None = None
 
     @property
     def num_samples(self) -> int:
@@ -76,56 +71,34 @@ def slice_minibatch(inputs: Tree, targets: Tree, microbatch_size: int) -> Miniba
         TypeError, ValueError: as `num_samples`.
     """
     sizes = microbatch_sizes(num_samples(inputs=inputs, targets=targets), microbatch_size)
-
-    def part(tree: Tree, microbatch: int) -> Tree:
-        start = microbatch * microbatch_size
-        return map_tensors(lambda tensor: tensor[start : start + microbatch_size], tree)
-
-    return Minibatch(sizes, lambda m: part(inputs, m), lambda m: part(targets, m))
+    of_each = (split(tree, microbatch_size, len(sizes)) for tree in (inputs, targets))
+    return Minibatch(sizes, *(parts.__getitem__ for parts in of_each))
 
 
 class StreamedMicrobatch(NamedTuple):
-    """A microbatch of the stream, and its index in its minibatch."""
+    """A microbatch of the stream."""
 
     minibatch: Minibatch
     step: int  # minibatches trained on before this one
-    microbatch: int
-
-    @property
-    def inputs(self) -> Tree:
-        """The first stage's inputs."""
-        return self.minibatch.inputs(self.microbatch)
-
-    @property
-    def targets(self) -> Tree:
-        """The loss's targets."""
-        return self.minibatch.targets(self.microbatch)
-
-    def drop(self) -> None:
-        """Say that its tensors are used no more on this rank."""
-        self.minibatch.drop(self.microbatch)
-
-    @property
-    def share(self) -> float:
-        """Its fraction of the minibatch's samples, in (0, 1]."""
-        return self.minibatch.sizes[self.microbatch] / self.minibatch.num_samples
+    microbatch: int  # its index in its minibatch
+    minibatch_samples: int
+    share: float  # its fraction of them, in (0, 1]
 
 
-class Stream:
-    """Minibatches in order; `stream[m]` is microbatch m, counted from the first minibatch.
+class Stream(list[StreamedMicrobatch]):
+    """The microbatches of minibatches, in order.
 
     Args:
         step: number of minibatches trained on before.
     """
 
     def __init__(self, minibatches: Sequence[Minibatch], step: int) -> None:
+        super().__init__(chain.from_iterable(map(_streamed, minibatches, count(step))))
         self.minibatches, self.step = minibatches, step
         self.sizes = tuple(size for minibatch in minibatches for size in minibatch.sizes)
-        self._ends = list(accumulate(len(minibatch.sizes) for minibatch in minibatches))
 
-    def __getitem__(self, microbatch: int) -> StreamedMicrobatch:
-        index = bisect_right(self._ends, microbatch)
-        minibatch = self.minibatches[index]
-        return StreamedMicrobatch(
-            minibatch, self.step + index, microbatch - self._ends[index] + len(minibatch.sizes)
-        )
+
+def _streamed(minibatch: Minibatch, step: int) -> Iterator[StreamedMicrobatch]:
+    samples = minibatch.num_samples
+    for m, size in enumerate(minibatch.sizes):
+        yield StreamedMicrobatch(minibatch, step, m, samples, size / samples)

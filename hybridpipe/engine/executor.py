@@ -12,9 +12,9 @@ import torch
 
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.status import Doing, rank_status
-from hybridpipe.data.stream import Minibatch, Stream
+from hybridpipe.data.stream import Minibatch, Stream, StreamedMicrobatch
 from hybridpipe.device import Lanes
-from hybridpipe.engine.loss_weights import LossWeights
+from hybridpipe.engine.loss_weights import EQUAL, LossWeights
 from hybridpipe.engine.stashed_weights import StashedWeights
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import TensorTree, Tree, map_tensors
@@ -47,7 +47,7 @@ from hybridpipe.planning.schedules.instructions import (
 )
 from hybridpipe.planning.schedules.resume_point import ResumePoint
 from hybridpipe.planning.timeline import Event
-from hybridpipe.stage.losses import LossSum, MicrobatchLoss
+from hybridpipe.stage.losses import LossSum, MicrobatchLoss, summed
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.statistics import RunningStatistics
 from hybridpipe.stage.weights import Weights
@@ -209,7 +209,14 @@ class Executor:
 
 def _form(stage: Stage, stream: Stream, training: bool, microbatch: int) -> int:
     at = stream[microbatch]
-    return stage.layers.form(stream.sizes[microbatch], lambda: at.inputs, training)
+    inputs = partial(at.minibatch.inputs, at.microbatch)
+    return stage.layers.form(stream.sizes[microbatch], inputs, training)
+
+
+def _drop(at: StreamedMicrobatch) -> None:
+    """Say that a microbatch's tensors are used no more on this rank."""
+    if at.minibatch.drop is not None:
+        at.minibatch.drop(at.microbatch)
 
 
 class ProgramRun:
@@ -267,8 +274,9 @@ class ProgramRun:
 
     def take_result(self) -> UpdateResult:
         """Return losses and events since the last call; waits until their work is done."""
-        losses = {m: loss.summed(self.stream.sizes[m]) for m, loss in self.losses.items()}
-        result = UpdateResult(losses, self._events(), self.applied, self.skipped)
+        result = UpdateResult(
+            summed(self.losses, self.stream.sizes), self._events(), self.applied, self.skipped
+        )
         self.losses, self.marks, self.applied, self.skipped = {}, [], 0, False
         return result
 
@@ -295,7 +303,7 @@ class ProgramRun:
         m, c = instruction.microbatch, instruction.chunk
         self.executor.p2p[c].send_activation(m, self.values.pop((m, c)))
         if c == len(self.executor.stages) - 1:
-            self.stream[m].drop()
+            _drop(self.stream[m])
 
     def receive_gradient(self, instruction: ReceiveGradient) -> None:
         """Wait for the gradients of the output and hold them for the backward."""
@@ -313,18 +321,18 @@ class ProgramRun:
         stage, at = self.executor.stages[c], self.stream[m]
         self.step = at.step
         received, inputs = self.values.pop((m, c), None), self.inputs_of(instruction)
-        targets = None if stage.loss is None else self.executor.to_device(at.targets)
+        targets = None if stage.loss is None else self.executor.to_device(at.minibatch.targets(at.microbatch))
         if inputs is not None or targets is not None:
             self.note(Load(m, c))
         given, form = (self.weights, m, inputs), self.executor.forms[c](m)
         if targets is None:
             self.values[m, c] = stage.forward(at.microbatch, received, at.step, *given, form)
         else:
-            of_loss = *given, at.minibatch.num_samples, form, self.scale_of(at.step).value
+            of_loss = *given, at.minibatch_samples, form, self.scale_of(at.step).value
             loss = stage.forward_loss(at.microbatch, received, targets, at.share, at.step, *of_loss)
             self._check_loss(loss, at.share)
             self.losses[m] = self.unchecked[m] = loss
-            at.drop()
+            _drop(at)
         if not c:  # each of a rank's stages sees the same samples
             self.executor.statistics.num_samples += self.stream.sizes[m]
 
@@ -335,13 +343,16 @@ class ProgramRun:
                 "the loss depends on nothing that is trained: the outputs were detached or made under "
                 "torch.no_grad(), or the loss is a constant"
             )
-        self.executor.loss_weights.check(loss, share, updates=self.minibatches_due > 0)
+        weights = self.executor.loss_weights
+        if loss.weight is not None or not weights.are_means:
+            weights.check(loss, share, updates=self.minibatches_due > 0)
 
     def inputs_of(self, instruction: Forward) -> Tree:
         """Load the model's inputs for one microbatch; None where the stage needs none."""
         if not self.executor.stages[instruction.chunk].layers.needs_inputs(self.training):
             return None
-        return self.executor.to_device(self.stream[instruction.microbatch].inputs)
+        at = self.stream[instruction.microbatch]
+        return self.executor.to_device(at.minibatch.inputs(at.microbatch))
 
     def backward(self, instruction: Backward) -> None:
         """Run a microbatch's whole backward and hold the gradients of its input."""
@@ -381,8 +392,10 @@ class ProgramRun:
         check, update = self.executor.check, self.executor.update
         covered = [m for m in self.unchecked if self.stream[m].step < step + count]  # later ones wait
         losses = {m: self.unchecked.pop(m) for m in covered}
-        weighed = self.executor.loss_weights.weigh(losses, self.stream.sizes)
-        update.scale(weighed.factor)
+        weights = self.executor.loss_weights
+        weighed = EQUAL if weights.are_all_means else weights.weigh(losses, self.stream.sizes)
+        if weighed.factor != 1 or update.loss_scale.value != 1:
+            update.scale(weighed.factor)
         values = {m: loss.value for m, loss in losses.items()}
         of_loss = weighed.has_weight, max(map(self.scale_of, range(step, step + count)))
         if check is None or check.allows(values, self.stream, step, *of_loss):
@@ -486,5 +499,5 @@ class InferenceRun(ProgramRun):
         if stage.loss is None:
             self.values[m, c] = outputs
         else:
-            self.on_outputs(m, outputs, self.executor.to_device(at.targets))
-            at.drop()
+            self.on_outputs(m, outputs, self.executor.to_device(at.minibatch.targets(at.microbatch)))
+            _drop(at)

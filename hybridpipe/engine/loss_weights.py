@@ -31,6 +31,9 @@ class Weighed(NamedTuple):
     has_weight: bool
 
 
+EQUAL = Weighed(1.0, has_weight=True)  # of losses that are means
+
+
 class LossWeights:
     """The weights of a training's losses.
 
@@ -47,7 +50,8 @@ class LossWeights:
     def __init__(self, plan: Plan, add_up: AddUp = _alone) -> None:
         self._plan, self._add_up = plan, add_up
         self._own = SameKind()  # of this rank's losses
-        self._agreed: bool | None = None  # losses are weighted, on all ranks; None: before an exchange
+        self.are_means = False  # this rank's so far, so that a further mean needs no check
+        self.are_all_means = False  # those of all ranks, so that nothing needs a factor
 
     def check(self, loss: MicrobatchLoss, share: float, updates: bool) -> None:
         """Check that a microbatch's loss can be trained on exactly.
@@ -60,7 +64,8 @@ class LossWeights:
             ValueError: it cannot, or an earlier loss was of the other kind.
         """
         self._own.see(loss.is_weighted)
-        if not loss.is_weighted:
+        self.are_means = not loss.is_weighted
+        if self.are_means:
             return
         if not updates:
             raise ValueError(
@@ -87,7 +92,7 @@ class LossWeights:
         Raises:
             ValueError: some losses are weighted and others are not.
         """
-        if self._plan.is_asynchronous or len(sizes) == 1 or self._agreed is False:
+        if self.are_all_means or len(sizes) == 1 or self._plan.is_asynchronous:
             return Weighed(1.0, all(loss.weight != 0 for loss in losses.values()))
         numbers = np.zeros(len(sizes) + 1)
         for m, loss in losses.items():
@@ -97,8 +102,8 @@ class LossWeights:
         if num_weighted not in (0, len(sizes)):
             raise both_kinds()
         self._own.see(num_weighted > 0)
-        self._agreed = num_weighted > 0
-        if not self._agreed:
-            return Weighed(1.0, True)
+        if num_weighted == 0:
+            self.are_all_means = True
+            return EQUAL
         total = sum(weights)
         return Weighed(sum(sizes) / total, True) if total else Weighed(0.0, False)

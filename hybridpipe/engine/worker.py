@@ -77,7 +77,8 @@ class Worker:
     ) -> None:
         self.layers, self.model, self.plan, self.device = layers, layers.model, plan, device
         self.lanes = lanes_of(device)
-        self.place = plan.place(world.rank)
+        self.place, self._is_cut = plan.place(world.rank), plan.num_stages > 1
+        self.flushes = not plan.is_asynchronous  # each minibatch ends before the next begins
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
         transport = FaultyTransport if faults.any_left() else MpiTransport
@@ -186,10 +187,16 @@ class Worker:
 
     def adopt_settings(self, forced: bool = False) -> None:
         """Adopt the attributes and globals that users have changed, between two minibatches."""
-        if self.layers.changed() or forced:
+        settings = self.layers.settings
+        if (settings is not None and settings.changed()) or forced:
             self.layers.renew()
             for stage in self.executor.stages:
                 stage.layers.renew()
+
+    def _settle(self) -> None:
+        """Let what the layers have changed of themselves in a run not count as changed."""
+        if self.layers.settings is not None:
+            self.layers.settings.settle()
 
     def _make_program(self, num_microbatches: int, update: bool = True) -> RankProgram:
         whole = () if self.place is None else program(self.plan, self.place, num_microbatches)
@@ -238,7 +245,7 @@ class Worker:
         Every stage then looks at the inputs. All ranks must say the same.
         """
         for stage in self.executor.stages:
-            stage.layers.shapes_vary = vary and self.plan.num_stages > 1
+            stage.layers.shapes_vary = vary and self._is_cut
 
     def zero_grad(self) -> None:
         """Drop all gradients, as zero_grad() does in any training loop."""
@@ -270,7 +277,7 @@ class Worker:
             numbers = blank(minibatch)
             for m, loss in losses.items():
                 numbers[m] = loss
-            self.layers.settle()
+            self._settle()
             return self.share(numbers), events
 
     def stream(
@@ -300,7 +307,7 @@ class Worker:
                 yield shared, update.events
             while ahead:
                 yield [self.share(ahead.popleft())], []
-            self.layers.settle()
+            self._settle()
 
     def loads(self, counts: Sequence[int], begin: int = 0, stream_start: int = 0) -> list[tuple[int, int]]:
         """Return the (minibatch, microbatch) pairs that this rank loads in a training epoch, in order.
@@ -380,7 +387,7 @@ class Worker:
         finally:
             for module, training in modes:
                 module.training = training
-            self.layers.settle()
+            self._settle()
             for stage, before in zip(stages, vary, strict=True):
                 stage.layers.shapes_vary = before
 

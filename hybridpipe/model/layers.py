@@ -24,6 +24,7 @@ from hybridpipe.model.recording import (
     SetsWeights,
     Unsplittable,
 )
+from hybridpipe.model.settings import Settings
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import SharedParameter
@@ -75,15 +76,9 @@ class Layers(Protocol):
             inputs: returns them; called if they matter.
         """
 
-    def changed(self) -> bool:
-        """Return True if users have changed, since the last call, more than modes, hooks and flags."""
-
-    def settle(self) -> None:
-        """Let what the layers have changed of themselves in a run not count as changed."""
-
     @property
-    def unwatched(self) -> list[str]:
-        """Names of the attributes in which `changed` may miss a change."""
+    def settings(self) -> Settings | None:
+        """What users may change beside modes, hooks and flags; None where layers are called as they are."""
 
     def renew(self) -> None:
         """Adopt the model's present settings, modes, hooks and requires_grad flags."""
@@ -112,7 +107,7 @@ class SequentialLayers:
     ) -> None:
         self.model, self.num_layers, self.precision = model, sequential.num_layers(model), precision
         self.path = self.why_whole = str(why or "")
-        self._why = why
+        self._why, self.settings = why, None
 
     def explain(self) -> Explanation:
         """Return what was made of the model, without what layers share."""
@@ -150,18 +145,6 @@ class SequentialLayers:
     def expects(self, inputs: Callable[[], Any]) -> bool:
         """Return True: shapes are told with the first message."""
         return True
-
-    @property
-    def unwatched(self) -> list[str]:
-        """Return nothing."""
-        return []
-
-    def changed(self) -> bool:
-        """Return False: layers are called as they are."""
-        return False
-
-    def settle(self) -> None:
-        """Keep nothing: `changed` is False."""
 
     def renew(self) -> None:
         """Keep the layers: stages call the modules as they are."""

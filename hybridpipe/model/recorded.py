@@ -61,8 +61,8 @@ class RecordedModel:
         self.names = [layer.name for layer in self.record.layers]
         self.first_names = _first_names(model)  # once, since a forward may replace buffers
         units = {path for each in self._slices for path in each.units}
-        self._settings = Settings(model, units, {name for name, _ in self.record.assigned})
-        records.around = self._settings.recording
+        self.settings = Settings(model, units, {name for name, _ in self.record.assigned})
+        records.around = self.settings.recording
 
     @property
     def num_layers(self) -> int:
@@ -155,19 +155,6 @@ class RecordedModel:
     def expects(self, inputs: Callable[[], Any]) -> bool:
         """Return True if inputs differ from the first ones in the number of samples and in numbers only."""
         return _forms(inputs()) == _forms(self._inputs)
-
-    def changed(self) -> bool:
-        """Return True if settings have changed since the last call."""
-        return self._settings.changed()
-
-    def settle(self) -> None:
-        """Let what modules that are called whole have changed of themselves in a run not count."""
-        self._settings.settle()
-
-    @property
-    def unwatched(self) -> list[str]:
-        """Names of the attributes in which `changed` may miss a change."""
-        return self._settings.unwatched()
 
     def renew(self) -> None:
         """Forget the records, since settings, modes, hooks or requires_grad flags have changed."""

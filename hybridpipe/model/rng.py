@@ -50,6 +50,13 @@ def seed_generators(key: int, device: torch.device, python_too: bool) -> None:
         np.random.seed(key % 2**32)
 
 
+def seed_place(
+    seed: int, step: int, microbatch: int, place: int, device: torch.device, python_too: bool
+) -> None:
+    """Seed the generators for a layer of one microbatch (`random_key`, `seed_generators`)."""
+    seed_generators(random_key(seed, step, microbatch, place), device, python_too)
+
+
 @contextmanager
 def preserved_state(device: torch.device, python_too: bool) -> Iterator[None]:
     """Restore the generators' states after this context.

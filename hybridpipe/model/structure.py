@@ -89,10 +89,8 @@ def check_model_now(model: nn.Module) -> None:
     Raises:
         ValueError: it has some.
     """
-    if not is_sequential(model):
-        return
     for attribute, words in _ROOT_HOOKS.items():
-        if getattr(model, attribute):
+        if getattr(model, attribute) and is_sequential(model):
             raise ValueError(
                 f"the model itself must have no hooks, as each rank calls its own layers only, got {words}: "
                 "register them on layers, or make it one layer, nn.Sequential(model)"

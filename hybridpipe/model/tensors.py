@@ -51,6 +51,16 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
     return mapped
 
 
+def split(tree: Tree, size: int, count: int) -> list[Tree]:
+    """Return `count` parts of a tree, whose tensors are slices of so many samples, or of what is left."""
+    leaves, spec = pytree.tree_flatten(tree)
+    parts = []
+    for start in range(0, count * size, size):
+        cut = [leaf[start : start + size] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        parts.append(pytree.tree_unflatten(cut, spec))
+    return parts
+
+
 def num_samples(**trees: Tree) -> int:
     """Return the number of samples, which each tensor of the trees holds in its first dimension.
 

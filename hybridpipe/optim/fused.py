@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.optim.named import with_parameters
+from hybridpipe.stage.state import NAMES
 
 # The plain and the fused form of these share one state. A subclass is left out: its `step` may do anything.
 FUSIBLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -63,9 +64,13 @@ def _parts(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[dict
             # SGD has a first step for all parameters or for none (torch 2.13, `_fused_sgd`).
             parts.setdefault(frozenset(state) if _suits(p, p.grad, state) else None, []).append(p)
     return [
-        {**with_parameters(group, parameters), "fused": None if form is None else True}
+        {**_with(group, parameters), "fused": None if form is None else True}
         for form, parameters in parts.items()
     ] or [group]
+
+
+def _with(group: dict[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
+    return with_parameters(group, parameters) if NAMES in group else {**group, "params": parameters}
 
 
 def _is_left_open(group: Mapping[str, Any], names: Iterable[str]) -> bool:

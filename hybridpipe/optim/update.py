@@ -305,7 +305,8 @@ class Update:
             factor = self.learning_rate.factor(self.num_minibatches)
             with _multiplied(self.optimizer, factor), fused(self.optimizer):
                 self.optimizer.step()
-        self.loss_scale = self.loss_scale.after(overflowed=False)
+        if self.loss_scale.changes:
+            self.loss_scale = self.loss_scale.after(overflowed=False)
         self.end_step(num_minibatches)
 
     def skip(self, num_minibatches: int = 1) -> None:

@@ -5,12 +5,13 @@ so the loss of several microbatches is always the sum of their sums over the sum
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hybridpipe.errors import UserError, noting
+from hybridpipe.errors import UserError
 from hybridpipe.model.tensors import Tree, described
 from hybridpipe.types import Loss
 
@@ -76,6 +77,15 @@ class MicrobatchLoss(NamedTuple):
         return LossSum(value, self.weight)
 
 
+def summed(losses: Mapping[int, MicrobatchLoss], sizes: Sequence[int]) -> dict[int, LossSum]:
+    """Return losses as sums and their weights, by microbatch.
+
+    Args:
+        sizes: samples of each microbatch.
+    """
+    return {m: loss.summed(sizes[m]) for m, loss in losses.items()}
+
+
 class SameKind:
     """Checks that all losses are means, or all of them (sum, weight)."""
 
@@ -95,8 +105,11 @@ def computed(loss: Loss, outputs: Tree, targets: Tree) -> MicrobatchLoss:
     Raises:
         UserError: it returns neither a mean nor a pair (sum, weight).
     """
-    with noting(lambda: called_with("loss", outputs, targets)):
+    try:
         result = loss(outputs, targets)
+    except Exception as error:
+        error.add_note(called_with("loss", outputs, targets))
+        raise
     return checked(result)
 
 

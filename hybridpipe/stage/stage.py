@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.errors import noting
-from hybridpipe.model.rng import may_draw_from_python, random_key, seed_generators
+from hybridpipe.model.rng import may_draw_from_python, seed_place
 from hybridpipe.model.stage_module import Seed, StageModule
 from hybridpipe.model.tensors import TensorTree, Tree, described, map_tensors, tensors_in, tensors_of
 from hybridpipe.stage.deferred import Deferring
@@ -101,6 +100,8 @@ class Stage:
         self._stash: dict[int, _Stashed] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
         self._substitution = Substitution(self.module)
+        low = layers.precision.low is not None
+        self._autocast = partial(layers.precision.context, device) if low else None
         lowers = layers.precision.lowers_weights
         self._copies = WeightVersions(self.module, layers.precision) if lowers else None
         self._wgrad = WeightGradients(nn.Sequential() if lowers else self.module)  # copies change
@@ -365,27 +366,36 @@ class Stage:
     def _run(self, call: _Call) -> tuple[TensorTree, MicrobatchLoss | None]:
         seed = partial(self._seed, call.step, call.microbatch)
         before = self._shared_buffers()
-        received = map_tensors(_enter, call.received)
-        with self.layers.precision.context(self.device):
-            value = self._run_layers(received, call.inputs, seed, training=True, form=call.form)
+        received = None if call.received is None else map_tensors(_enter, call.received)
+        given = received, call.inputs, seed
+        if self._autocast is None:
+            value = self._run_layers(*given, training=True, form=call.form)
+        else:
+            with self._autocast():
+                value = self._run_layers(*given, training=True, form=call.form)
         self._check_unchanged(before)
         if call.share is None:
             return _passed_on(value), None
         assert self.loss is not None
-        value = map_tensors(self.layers.precision.raised, value)
+        if self._autocast is not None:
+            value = map_tensors(self.layers.precision.raised, value)
         seed(self.layers.loss_key, self._loss_draws_from_python)
         loss = computed(self.loss, value, call.targets)
         if not self._loss_checked:
             check_no_foreign_weights(loss.value, value, self.layers)
             self._loss_checked = True
-        return loss.value * (loss.factor(call.share, call.num_samples) * call.scale), loss.detached()
+        factor = call.share if loss.weight is None else loss.factor(call.share, call.num_samples)
+        return loss.value * (factor * call.scale), loss.detached()
 
     def _run_layers(self, received: Tree, inputs: Tree, seed: Seed, training: bool, form: int) -> Tree:
-        with noting(lambda: f"in the forward with {_given(received, inputs)}"):
+        try:
             return self.layers.run(received, inputs, seed, training=training, form=form)
+        except Exception as error:
+            error.add_note(f"in the forward with {_given(received, inputs)}")  # Python prints it below
+            raise
 
     def _seed(self, step: int, microbatch: int, place: int, python_too: bool) -> None:
-        seed_generators(random_key(self.seed, step, microbatch, place), self.device, python_too)
+        seed_place(self.seed, step, microbatch, place, self.device, python_too)
 
     def _shared_buffers(self) -> dict[str, tuple[Tensor, int]]:
         """Return the buffers that other stages hold, too, and autograd's version counter of each, by path."""

@@ -17,7 +17,7 @@ from torch.nn import functional
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine.pending import PendingLosses
 from hybridpipe.engine.worker import Worker
-from hybridpipe.errors import noting, shown
+from hybridpipe.errors import shown
 from hybridpipe.health import faults
 from hybridpipe.model.tensors import Tree
 from hybridpipe.stage.losses import LossSum, SameKind, called_with, computed
@@ -116,8 +116,11 @@ class MicrobatchMetrics:
         self._kind.see(loss.is_weighted)
         numbers = [*loss.summed(num_samples)]
         for name, metric in self._metrics.items():
-            with noting(partial(called_with, f"metric {name}", outputs, targets)):
+            try:
                 result = metric(outputs, targets)
+            except Exception as error:
+                error.add_note(called_with(f"metric {name}", outputs, targets))
+                raise
             numbers += _sum_and_count(name, result)
         return numbers if self._accuracy is None else [*numbers, *self._accuracy(outputs, targets)]
 

@@ -300,7 +300,8 @@ class PlanMaker:
                 layers = layers_of(self._model, *microbatch, self._rule.precision)
             consistency.check_alike(self._world, {"the forward of the model": layers.path})
             self._layers = layers
-            if self._world.rank == 0 and (names := layers.unwatched):
+            settings = layers.settings if self._world.rank == 0 else None
+            if settings is not None and (names := settings.unwatched()):
                 what = "a change inside these attributes is not noticed, unless the object is replaced"
                 notices.tell(f"{what}: {few(names, ', ')}")
         return self._layers

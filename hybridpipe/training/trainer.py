@@ -208,23 +208,28 @@ class Trainer(TrainerView):
         """
         began, inputs, targets = time.perf_counter(), plain(inputs), plain(targets)
         self._check_now("train_step")
-        valid.check_flushes(self._maker.schedule)
+        if self._worker is None:
+            valid.check_flushes(self._maker.schedule)
         consistency.check_same_minibatch(self.world, inputs, targets)
         if self._worker is None:
-            self._make_plan(slice_minibatch(inputs, targets, self.microbatch_size))
-        valid.check_flushes(self.plan.schedule)
-        self.worker.renew()
-        self.worker.expect_shapes(vary=True)
-        if not self.state.accumulated:
-            self.worker.zero_grad()
-        minibatch = slice_minibatch(inputs, targets, self.microbatch_size)
-        losses, events = self.worker.train(minibatch, self.step, self._updates)
-        self.state.end_step(accumulates=not self._updates)
+            self._make_plan(slice_minibatch(inputs, targets, self._maker.microbatch_size))
+        worker, state = self._worker, self.state
+        assert worker is not None
+        if not worker.flushes:
+            valid.check_flushes(worker.plan.schedule)
+        minibatch = slice_minibatch(inputs, targets, self._maker.microbatch_size)
+        worker.renew()
+        worker.expect_shapes(vary=True)
+        if not state.accumulated:
+            worker.zero_grad()
+        losses, events = worker.train(minibatch, state.step, self._updates)
+        state.end_step(accumulates=not self._updates)
         loss, seconds = losses.total().mean, time.perf_counter() - began
-        full = minibatch.num_samples == self.minibatch_size
+        samples = sum(minibatch.sizes)
+        full, made = samples == self.minibatch_size, worker.executor.update.made
         self.recorder.keep(events, seconds, full)
-        made = self.worker.executor.update.made
-        return self.recorder.note(self.epoch, loss, minibatch.num_samples, seconds, full, made).loss
+        epoch = state.complete_epochs(self.minibatch_size)
+        return self.recorder.note(epoch, loss, samples, seconds, full, made).loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -8,7 +8,6 @@ from hybridpipe.comm.messages import (
     ProtocolError,
     Spec,
     TensorSpec,
-    check_header,
     decode_spec,
     encode_spec,
     pack,
@@ -49,7 +48,7 @@ def sent(tensors) -> tuple[torch.Tensor, ...]:
     """Return tensors packed into a message and unpacked again."""
     spec = spec_of(tensors)
     arrived = packed(spec, tensors).clone()
-    check_header(arrived, spec, HEADER, NAMES)
+    present(arrived, spec, HEADER, NAMES)
     return views(arrived, spec)
 
 
@@ -117,19 +116,19 @@ def test_the_header_names_what_differs(header, told):
     spec = spec_of([torch.ones(3)])
     buffer = packed(spec, [torch.ones(3)])
     with pytest.raises(ProtocolError, match=told):
-        check_header(buffer, spec, header, NAMES)
+        present(buffer, spec, header, NAMES)
 
 
 def test_another_size_is_told():
     spec = spec_of([torch.ones(3)])
     buffer = packed(spec, [torch.ones(3)])
     with pytest.raises(ProtocolError, match="num_bytes 128 instead of 192"):
-        check_header(buffer, spec_of([torch.ones(30)]), HEADER, NAMES)
+        present(buffer, spec_of([torch.ones(30)]), HEADER, NAMES)
 
 
 def test_foreign_bytes_are_told():
     with pytest.raises(ProtocolError, match="does not start with hybridpipe"):
-        check_header(torch.zeros(HEADER_BYTES, dtype=torch.uint8), Spec(()), HEADER, NAMES)
+        present(torch.zeros(HEADER_BYTES, dtype=torch.uint8), Spec(()), HEADER, NAMES)
 
 
 SPECS = [
@@ -169,7 +168,9 @@ def test_gradients_come_back_for_what_requires_one():
     spec = spec_of([a, b, c]).gradients
     assert [t.shape for t in spec.tensors] == [(2,), (4,)]
     for gradients in ([None, c], [a, None], [a, c], [None, None]):
-        assert present(packed(spec, gradients), spec) == [each is not None for each in gradients]
+        assert present(packed(spec, gradients), spec, HEADER, NAMES) == [
+            each is not None for each in gradients
+        ]
 
 
 @pytest.mark.parametrize("count, num_bytes", [(0, 64), (1, 128), (64, 128), (65, 192)])
@@ -178,5 +179,5 @@ def test_a_head_has_a_byte_for_each_gradient(count, num_bytes):
     assert spec.head_bytes == num_bytes and spec.num_bytes == num_bytes + 64 * count
     values = [torch.full((3,), float(i)) if i % 3 else None for i in range(count)]
     message = packed(spec, values)
-    assert present(message[:num_bytes], spec) == [value is not None for value in values]
+    assert present(message[:num_bytes], spec, HEADER, NAMES) == [value is not None for value in values]
     assert all(torch.equal(a, b) for a, b in zip(views(message, spec), values, strict=True) if b is not None)

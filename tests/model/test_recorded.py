@@ -300,12 +300,12 @@ def test_a_list_or_a_buffer_that_users_change_is_taken_up(change):
         form = stage.layers.form(len(INPUTS), lambda: INPUTS, training=False)
         return stage.infer(0, None, 0, INPUTS, form)
 
-    assert torch.equal(outputs(), model(INPUTS)) and not layers.changed()
+    assert torch.equal(outputs(), model(INPUTS)) and not layers.settings.changed()
     if change == "list":
         model.scales[0] = 3.0
     else:
         model.shift = torch.ones(20, dtype=torch.float64)
-    assert layers.changed() and not layers.changed()
+    assert layers.settings.changed() and not layers.settings.changed()
     layers.renew()
     stage.layers.renew()
     assert torch.equal(outputs(), model(INPUTS))

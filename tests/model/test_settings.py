@@ -83,12 +83,12 @@ class Notes(models.Base):
 def test_what_a_recording_itself_changes_is_no_change():
     """Each step would be recorded anew, since each recording adds an entry."""
     layers = layers_of(Notes(), torch.ones(3, 20))
-    assert NOTED and not layers.changed() and layers.num_layers > 1
+    assert NOTED and not layers.settings.changed() and layers.num_layers > 1
     layers.records.find(torch.ones(2, 20), training=True)
-    assert 2 in NOTED and not layers.changed()
+    assert 2 in NOTED and not layers.settings.changed()
     NOTED[0] = "added"
     layers.records.find(torch.ones(1, 20), training=True)
-    assert layers.changed(), "the user has changed the table, too"
+    assert layers.settings.changed(), "the user has changed the table, too"
 
 
 class Keeps(nn.Linear):
@@ -119,15 +119,15 @@ def test_what_units_change_in_a_run_is_no_change():
     stage = layers.stage(0, layers.num_layers)
     for _ in range(5):
         stage.run(None, x, lambda place, python_too: None, True, stage.form(3, lambda: x, True))
-        layers.settle()
-        assert not layers.changed() and layers.num_layers == 2
+        layers.settings.settle()
+        assert not layers.settings.changed() and layers.num_layers == 2
     assert model.first.kept and len(layers.records._paths) == 1
     model.rate = 2.0
     stage.run(None, x, lambda place, python_too: None, True, stage.form(3, lambda: x, True))
-    layers.settle()
-    assert layers.changed(), "what an opened module has stands in the record"
+    layers.settings.settle()
+    assert layers.settings.changed(), "what an opened module has stands in the record"
     model.first.kept = None
-    assert layers.changed() and not layers.changed()
+    assert layers.settings.changed() and not layers.settings.changed()
 
 
 def test_another_modules_growth_leaves_the_numbers_of_objects_alone():
