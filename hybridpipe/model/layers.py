@@ -78,7 +78,7 @@ class Layers(Protocol):
 
     @property
     def settings(self) -> Settings | None:
-        """What users may change beside modes, hooks and flags; None where layers are called as they are."""
+        """Settings that records depend on; None where layers are called as they are."""
 
     def renew(self) -> None:
         """Adopt the model's present settings, modes, hooks and requires_grad flags."""

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hybridpipe.model.attributes import PLAIN
+from hybridpipe.model.recording import refusals
 from hybridpipe.model.recording.births import Births
 from hybridpipe.model.recording.carried import Carried
 from hybridpipe.model.recording.compute import compute
@@ -37,13 +38,6 @@ from hybridpipe.model.recording.events import (
     line_of_forward,
 )
 from hybridpipe.model.recording.record import Record
-from hybridpipe.model.recording.refusals import (
-    calls_backward,
-    changes_weight,
-    hides_tensors,
-    left_earlier,
-    reads_data,
-)
 from hybridpipe.model.recording.watch import Watch, storage_of
 from hybridpipe.model.rng import preserved_state, seed_generators
 from hybridpipe.model.tensors import tensors_in
@@ -129,7 +123,7 @@ class Recorder(TorchFunctionMode):
         self.carried.end()
         for tensor, _ in self._watch.moved():
             what = f"set_ or swap_tensors of {self._names[id(tensor)]}"
-            raise changes_weight("the end of the forward", what)
+            raise refusals.changes_weight("the end of the forward", what)
         leaves, spec = pytree.tree_flatten(self.outputs)
         self._refuse_hidden(leaves, "the model's output")
         return Record(
@@ -200,9 +194,9 @@ class Recorder(TorchFunctionMode):
         if inside is None:
             return self._event(name, func, func, args, kwargs)
         if name in SETS_MEMORY and not self.born.is_of(args[0], inside):
-            raise changes_weight(line_of_forward(), name)
+            raise refusals.changes_weight(line_of_forward(), name)
         if name == "backward" and kwargs.get("inputs") is None:
-            raise calls_backward(line_of_forward())
+            raise refusals.calls_backward(line_of_forward())
         for tensor in tensors_in((args, kwargs)):
             if id(tensor) in self._names:
                 self._touched.add(self._names[id(tensor)])
@@ -226,7 +220,7 @@ class Recorder(TorchFunctionMode):
         elif (
             birth := self._earlier.of(tensor)
         ) and inside.name not in birth.holders:  # else it keeps its own
-            raise left_earlier(line_of_forward(), inside.name, birth.event.name)
+            raise refusals.left_earlier(line_of_forward(), inside.name, birth.event.name)
 
     def _open(self, event: Event, reason: str) -> None:
         """Open a unit, or refuse a function."""
@@ -243,7 +237,7 @@ class Recorder(TorchFunctionMode):
         if name in TENSOR_HOOKS:
             raise Unsplittable(f"{line_of_forward()}: {name} outside the units (call it inside a module)")
         if name == "backward":
-            raise calls_backward(line_of_forward())
+            raise refusals.calls_backward(line_of_forward())
         leaves, spec = pytree.tree_flatten((args, kwargs))
         line = line_of_forward()
         self._refuse_python_draws(line)
@@ -252,7 +246,7 @@ class Recorder(TorchFunctionMode):
         event.arguments = [self._reference(leaf) for leaf in leaves]
         event.weights = set().union(*map(self._weights_in, event.arguments))
         if name in CHANGERS and event.arguments[0].__class__ is not Value:
-            raise changes_weight(line, name)
+            raise refusals.changes_weight(line, name)
         if event.is_unit:
             event.weights |= self._own[name]
         event.free = self._may_be_free(event)
@@ -265,7 +259,7 @@ class Recorder(TorchFunctionMode):
         if not (tensors_in(results) or event.changes or event.checked):
             return out  # a shape or a type: a constant of this record
         if event.checked and not event.free and not event.is_unit:
-            raise reads_data(line, name)
+            raise refusals.reads_data(line, name)
         self._refuse_hidden(leaves, f"{line}: an argument of {name}", name if event.is_unit else None)
         if not event.is_unit:
             self._refuse_hidden(results, f"{line}: the result of {name}")
@@ -440,7 +434,7 @@ class Recorder(TorchFunctionMode):
         """Refuse tensors in objects that are no pytrees; a unit that takes some is opened."""
         for leaf in filter(_hides, leaves):
             if unit is None:
-                raise hides_tensors(what, type(leaf).__name__)
+                raise refusals.hides_tensors(what, type(leaf).__name__)
             self.escapes[unit] = f"{line_of_forward()}: it takes tensors in a {type(leaf).__name__}"
 
     def _refuse_python_draws(self, line: str) -> None:
