@@ -109,7 +109,10 @@ def code_lines(source: str) -> int:
     """The number of lines without docstrings, comments and blanks."""
     of_docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             of_docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     lines = enumerate(map(str.strip, source.splitlines()), 1)
     return sum(bool(line) and line[0] != "#" and i not in of_docstrings for i, line in lines)

@@ -1,5 +1,6 @@
 """Jobs under mpirun from plain pytest: time limits, every rank's output on failure, nothing left behind."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -12,6 +13,15 @@ from hybridpipe.launch import mpirun
 from tests.mpi.worlds import MOST, SHARED, Worlds
 
 PROGRAMS = Path(__file__).parent / "programs"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what needs Horovod where it is not installed."""
+    if importlib.util.find_spec("horovod") is None:
+        for item in items:
+            if item.path.parent == PROGRAMS.parent and "horovod" in item.name:
+                item.add_marker(pytest.mark.skip(reason="Horovod is not installed"))
+
 
 Job = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -15,7 +15,7 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.health import failure
 
 world = MPI.COMM_WORLD
-hvd = horovod(world)
+hvd = horovod(world) if sys.argv[1] == "horovod" else None
 hanging = SimpleNamespace(Abort=lambda code: ctypes.PyDLL(None).sleep(60), rank=world.rank, size=world.size)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # as whoever waits for signals in a thread does
 
