@@ -1,6 +1,7 @@
 """An optimizer that looks beyond what it updates is found out before it trains parts of a model."""
 
 import random
+import re
 from functools import partial
 
 import numpy as np
@@ -432,8 +433,8 @@ def test_a_factory_that_fails_raises_as_without_a_trial():
     def by_spread(given):
         return torch.optim.SGD(given, lr=1 / float(max(p.detach().std() for p in given if p.numel() > 1)))
 
-    told = "the optimizer could not be tried: ZeroDivisionError: float division by zero"
-    assert why_not_apart(by_spread, given, given[:3]) == told
+    told = r"the optimizer could not be tried: ZeroDivisionError: (float )?division by zero"  # Python 3.14
+    assert re.fullmatch(told, why_not_apart(by_spread, given, given[:3]))
 
 
 @pytest.mark.parametrize("small", [(6,), (5, 3, 2)])
