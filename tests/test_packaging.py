@@ -1,6 +1,7 @@
 """The package as pip installs it: planning needs few packages, and one line names a missing one."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -185,3 +186,11 @@ def test_the_wheel_has_every_file_of_the_package():
     assert others == set(project["tool"]["setuptools"]["package-data"]["hybridpipe"])
     packages = {path.parent for path in package.rglob("*.py")}
     assert {folder for folder in packages if not (folder / "__init__.py").exists()} == set()
+
+
+def test_the_citation_names_this_version_and_the_licence():
+    fields = dict(re.findall(r"^([a-z-]+): (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert fields["cff-version"] == "1.2.0"
+    assert fields["version"] == hybridpipe.__version__
+    assert (fields["title"], fields["license"]) == (project["name"], project["license"])
