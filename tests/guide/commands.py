@@ -15,7 +15,7 @@ from tests.guide.blocks import ROOT
 
 Words = Sequence[str]
 ASSIGNED = re.compile(r"(\w+)=(.*)", re.DOTALL)
-OF_OTHERS = ("OMPI_MCA_",)  # variables of other programs
+OF_OTHERS = ("OMPI_MCA_", "PRTE_MCA_")  # variables of other programs
 
 
 class Wrong(AssertionError):

@@ -21,6 +21,7 @@ COMMANDS = {
     "tensorboard --logdir runs": "a server that stays; tests/callbacks/test_loggers.py reads its files",
     "unshare -rn ": "needs a kernel that lets users make name spaces",
     "sort -u": "of the shell",
+    "ssh h2 ": "needs a second host",
 }
 
 
