@@ -53,9 +53,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
 
 def split(tree: Tree, size: int, count: int) -> list[Tree]:
     """Return `count` parts of a tree, whose tensors are slices of so many samples, or of what is left."""
+    starts = range(0, count * size, size)
+    if isinstance(tree, Tensor):  # the usual tree, in a third of the time
+        return [tree[start : start + size] for start in starts]
     leaves, spec = pytree.tree_flatten(tree)
     parts = []
-    for start in range(0, count * size, size):
+    for start in starts:
         cut = [leaf[start : start + size] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         parts.append(pytree.tree_unflatten(cut, spec))
     return parts
