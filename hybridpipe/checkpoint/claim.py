@@ -24,9 +24,8 @@ from hybridpipe.report.notices import notices
 
 LEASE_SECONDS = 100.0  # a server of NFS 4 keeps the locks of a host that is lost for 90
 POLL_SECONDS = 0.2
-SETTLE_SECONDS = (
-    0.5  # without locks, between two looks at who has written: one that began at once has by then
-)
+# Without locks, from writing who has the folder to reading it: another that began at once has written then.
+SETTLE_SECONDS = 0.5
 _JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")  # of schedulers
 _STARTS = (ATTEMPT, "SLURM_RESTART_COUNT")  # of the same job, before this one
 _MOST_BYTES = 4096

@@ -71,8 +71,9 @@ def slice_minibatch(inputs: Tree, targets: Tree, microbatch_size: int) -> Miniba
         TypeError, ValueError: as `num_samples`.
     """
     sizes = microbatch_sizes(num_samples(inputs=inputs, targets=targets), microbatch_size)
-    of_each = (split(tree, microbatch_size, len(sizes)) for tree in (inputs, targets))
-    return Minibatch(sizes, *(parts.__getitem__ for parts in of_each))
+    of_inputs = split(inputs, microbatch_size, len(sizes))
+    of_targets = split(targets, microbatch_size, len(sizes))
+    return Minibatch(sizes, of_inputs.__getitem__, of_targets.__getitem__)
 
 
 class StreamedMicrobatch(NamedTuple):

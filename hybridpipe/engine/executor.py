@@ -394,8 +394,7 @@ class ProgramRun:
         losses = {m: self.unchecked.pop(m) for m in covered}
         weights = self.executor.loss_weights
         weighed = EQUAL if weights.are_all_means else weights.weigh(losses, self.stream.sizes)
-        if weighed.factor != 1 or update.loss_scale.value != 1:
-            update.scale(weighed.factor)
+        update.scale(weighed.factor)
         values = {m: loss.value for m, loss in losses.items()}
         of_loss = weighed.has_weight, max(map(self.scale_of, range(step, step + count)))
         if check is None or check.allows(values, self.stream, step, *of_loss):

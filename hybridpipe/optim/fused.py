@@ -70,6 +70,7 @@ def _parts(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[dict
 
 
 def _with(group: dict[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
+    """Return a group with some of its parameters; few groups have names to keep in order."""
     return with_parameters(group, parameters) if NAMES in group else {**group, "params": parameters}
 
 

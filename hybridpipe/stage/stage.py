@@ -100,8 +100,8 @@ class Stage:
         self._stash: dict[int, _Stashed] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
         self._substitution = Substitution(self.module)
-        low = layers.precision.low is not None
-        self._autocast = partial(layers.precision.context, device) if low else None
+        self._is_low = layers.precision.low is not None
+        self._context = partial(layers.precision.context, device) if self._is_low else nullcontext
         lowers = layers.precision.lowers_weights
         self._copies = WeightVersions(self.module, layers.precision) if lowers else None
         self._wgrad = WeightGradients(nn.Sequential() if lowers else self.module)  # copies change
@@ -229,12 +229,12 @@ class Stage:
         self, microbatch: int, received: TensorTree | None, step: int, inputs: Tree = None, form: int = 0
     ) -> Tree:
         """Run the layers without a graph; nothing is stashed."""
-        precision, seed = self.layers.precision, partial(self._seed, step, microbatch)
+        seed = partial(self._seed, step, microbatch)
         weights = None if self._copies is None else self._copies.current()
-        with torch.no_grad(), precision.context(self.device):
+        with torch.no_grad(), self._context():
             run = partial(self._run_layers, received, inputs, seed, training=False, form=form)
             value: Tree = self._substitution.run(run, weights)
-        return value if self.loss is None else map_tensors(precision.raised, value)
+        return value if self.loss is None else map_tensors(self.layers.precision.raised, value)
 
     def backward(
         self, slot: int, gradients: Sequence[Tensor | None] = (), is_final: bool = False
@@ -367,17 +367,13 @@ class Stage:
         seed = partial(self._seed, call.step, call.microbatch)
         before = self._shared_buffers()
         received = None if call.received is None else map_tensors(_enter, call.received)
-        given = received, call.inputs, seed
-        if self._autocast is None:
-            value = self._run_layers(*given, training=True, form=call.form)
-        else:
-            with self._autocast():
-                value = self._run_layers(*given, training=True, form=call.form)
+        with self._context():
+            value = self._run_layers(received, call.inputs, seed, training=True, form=call.form)
         self._check_unchanged(before)
         if call.share is None:
             return _passed_on(value), None
         assert self.loss is not None
-        if self._autocast is not None:
+        if self._is_low:
             value = map_tensors(self.layers.precision.raised, value)
         seed(self.layers.loss_key, self._loss_draws_from_python)
         loss = computed(self.loss, value, call.targets)
