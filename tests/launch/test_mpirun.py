@@ -252,3 +252,14 @@ def test_tables_that_go_to_a_file_have_no_terminals_width(monkeypatch):
     assert mpirun.terminal() == {"HYBRIDPIPE_TERMINAL": "1"}
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
     assert mpirun.terminal() == {"HYBRIDPIPE_TERMINAL": "1", "COLUMNS": "70"}
+
+
+@pytest.mark.parametrize(
+    "flags, threads",
+    [("--host h1:2,h2:2", 4), ("-H h1:4,h2:1", 2), ("--host h1,h2,h3,h4", 8), ("--mca x y", 2)],
+)
+def test_ranks_of_other_hosts_take_no_cores_here(monkeypatch, flags, threads):
+    """With `launch --hosts h1:2,h2:2` all four ranks counted as local, and each had half of its threads."""
+    monkeypatch.setattr(mpirun, "num_cores", lambda: 8)
+    added = mpirun.mpirun_command(4, ["true"], env={"HYBRIDPIPE_MPIRUN_FLAGS": flags})[1]
+    assert added["OMP_NUM_THREADS"] == str(threads)
