@@ -1,4 +1,4 @@
-"""Imports point one way, down this list, and planning knows nobody; the package and its files stay small."""
+"""Imports point one way: down this list, and planning knows nobody."""
 
 import ast
 import importlib.util
@@ -34,7 +34,6 @@ ORDER = [
     "version",
     "planning",
 ]
-MOST_LINES, MOST_OF_ALL = 400, 29_200  # of code, in a file and in the package; ceilings move with a decision
 SHIMS = {"hybridpipe.__init__", "hybridpipe.__main__", "hybridpipe.launcher"}  # of public names only
 
 
@@ -105,23 +104,7 @@ def test_imports_point_downward(name):
     assert offences(name, SOURCES[name].read_text()) == []
 
 
-def code_lines(source: str) -> int:
-    """The number of lines without docstrings, comments and blanks."""
-    of_docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            of_docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    lines = enumerate(map(str.strip, source.splitlines()), 1)
-    return sum(bool(line) and line[0] != "#" and i not in of_docstrings for i, line in lines)
-
-
-def test_no_file_is_long_and_few_stand_at_the_top():
-    lines = {name: code_lines(path.read_text()) for name, path in SOURCES.items()}
-    assert {name for name, count in lines.items() if count > MOST_LINES} == set()
-    assert sum(lines.values()) <= MOST_OF_ALL
+def test_few_modules_stand_at_the_top():
     assert len([name for name in SOURCES if name.count(".") == 1]) <= 10
 
 
