@@ -295,9 +295,8 @@ def _wait(job: mpirun.Job, options: LaunchOptions, reports: Path, stop: Stop) ->
         # Once every rank listens; a script with a handler of its own is asked at half of the deadline.
         due = 2 if num_up >= options.ranks else int(stop.seconds() > options.deadline_seconds / 2)
         if due > passed_on:
-            job.process.send_signal(
-                signal.SIGUSR1
-            )  # first: Slurm's answers may take longer than its KillWait
+            # Before anything is said: Slurm's answers for that may take longer than its KillWait.
+            job.process.send_signal(signal.SIGUSR1)
             if not passed_on:
                 _say_asked(options, stop, stop.signum)
             passed_on = due

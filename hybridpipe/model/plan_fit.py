@@ -33,7 +33,7 @@ def check_writes(plan: Plan, told: str) -> None:
         told: how the forward writes to parameters, with the user's line; "" if it does not.
     """
     if told and not plan.alternates:
-        raise ValueError(str(writes_weight(told)))
+        raise writes_weight(told)
 
 
 def check_backward(plan: Plan, told: str) -> None:

@@ -88,9 +88,8 @@ def _below(run: Run) -> str:
 def _epochs(run: Run) -> dict[int, float]:
     """Return where each complete epoch ends, by its number from 1 on."""
     last = {record.epoch: record.step + 1.0 for record in run.records}
-    complete = (
-        {each.epoch for each in run.summary.epochs} if run.summary else last.keys() - {max(last, default=0)}
-    )
+    but_the_last = last.keys() - {max(last, default=0)}
+    complete = {each.epoch for each in run.summary.epochs} if run.summary else but_the_last
     return {epoch + 1: end for epoch, end in last.items() if epoch in complete}
 
 
