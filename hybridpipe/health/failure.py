@@ -184,7 +184,7 @@ def _abort(error: BaseException, stack: Sequence[str] = ()) -> NoReturn:
     code, told = _tell(error)
     time.sleep(getattr(error, "stagger_seconds", STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3)))
     sys.stdout.flush()
-    print(f"{lines}hybridpipe: {told}; ending the job", file=sys.stderr, flush=True)
+    print_in_one_piece(f"{lines}hybridpipe: {told}; ending the job")
     end_job(code)
 
 
@@ -205,6 +205,15 @@ def refusing(num_ranks: int | None = None) -> Iterator[None]:
         raise
 
 
+def print_in_one_piece(lines: str) -> None:
+    """Print last words on stderr by one write, since the launcher puts its own words between two of them.
+
+    `print` writes the end of several lines by itself.
+    """
+    sys.stderr.write(f"{lines}\n")
+    sys.stderr.flush()
+
+
 def refuse(error: Exception) -> NoReturn:
     """Print a user's mistake in one line, without a traceback, and end the job; never returns.
 
@@ -213,7 +222,7 @@ def refuse(error: Exception) -> NoReturn:
     code, step = (error.exit_code, error.step) if isinstance(error, UserError) else (2, None)
     exit_report.tell(code, str(error), step=step)
     time.sleep(2 * STAGGER_SECONDS * min(MPI.COMM_WORLD.rank, 3))
-    print(f"hybridpipe: {error}", file=sys.stderr, flush=True)
+    print_in_one_piece(f"hybridpipe: {error}")
     if MPI.COMM_WORLD.size == 1:
         sys.exit(code)
     end_job(code)

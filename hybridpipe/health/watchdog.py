@@ -144,7 +144,7 @@ class Watchdog:
             return
         report = self._report(states)
         exit_report.tell(1, report[-1].removeprefix("hybridpipe: "), "no progress", rank_status.step)
-        print("\n".join(report), file=sys.stderr, flush=True)
+        failure.print_in_one_piece("\n".join(report))
         failure.end_launcher_if_stuck()
         failure.end_job(1)
 

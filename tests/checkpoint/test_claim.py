@@ -43,9 +43,9 @@ except UserError as error:
     sys.exit(2)
 child = os.fork()
 if not child:
+    print(os.getpid(), flush=True)  # a child that has begun: what is to be done at a fork is done
     time.sleep(60)
     os._exit(0)
-print(child, flush=True)
 time.sleep(60)
 """
 

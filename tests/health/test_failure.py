@@ -2,6 +2,7 @@
 
 import atexit
 import builtins
+import io
 import re
 import sys
 import threading
@@ -105,6 +106,28 @@ def test_a_rank_alone_says_what_an_error_of_memory_means(aborted):
     with pytest.raises(MemoryError) as caught, failure.guard():
         raise MemoryError
     assert caught.value.__notes__[0].startswith("out of memory: the process has had")
+
+
+class Pipe(io.RawIOBase):
+    """Notes what each write holds."""
+
+    def __init__(self):
+        self.writes = []
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        self.writes.append(bytes(data))
+        return len(data)
+
+
+def test_last_words_are_one_write(monkeypatch):
+    """Mpirun's box stood between a traceback and the end of its last line, which a page's test looked for."""
+    pipe = Pipe()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(pipe, line_buffering=True, write_through=True))
+    failure.print_in_one_piece("Traceback\n  a line\nthe error")
+    assert pipe.writes == [b"Traceback\n  a line\nthe error\n"]
 
 
 def raised(function, *arguments, **options):
