@@ -40,6 +40,11 @@ SHAPES = {
 }  # of one sample's output
 
 
+def runs(test):
+    """Mark a test that runs a script: it measures the model, and needs the cores for itself."""
+    return pytest.mark.jobs(pytest.mark.timeout(300)(test))
+
+
 @pytest.fixture(autouse=True)
 def examples_on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -204,7 +209,7 @@ def script(ranks: int, path: Path, *words: str, **environment: str) -> subproces
     )
 
 
-@pytest.mark.timeout(300)  # each measures the model, on cores that other tests may use
+@runs
 @pytest.mark.parametrize("name, ranks", [("bert", 1), ("gpt2", 2), ("resnet", 1), ("unet", 2)])
 def test_a_script_learns(name, ranks, files):
     skip_what_cannot_run(name)
@@ -214,7 +219,7 @@ def test_a_script_learns(name, ranks, files):
     assert len(losses) >= 2 and losses[-1] < losses[0], done.stdout
 
 
-@pytest.mark.timeout(300)
+@runs
 def test_the_recommender_is_better_than_a_guess():
     done = script(1, EXAMPLES / "dlrm.py")
     told = re.search(r"^accuracy ([\d.]+) \(a guess: ([\d.]+)\), AUC ([\d.]+)$", done.stdout, re.M)
@@ -224,7 +229,7 @@ def test_the_recommender_is_better_than_a_guess():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad
-@pytest.mark.timeout(200)
+@runs
 def test_sparse_gradients_of_two_replicas_are_those_of_one_process(tmp_path):
     """The recommender's config under data parallelism, and its first minibatches by hand."""
     config = EXAMPLES / "dlrm.toml"
@@ -270,7 +275,7 @@ def test_clicks_are_the_same_on_every_rank():
     assert (first.categories < torch.tensor(dlrm.ROWS)).all() and 0.2 < first.clicks.mean() < 0.5
 
 
-@pytest.mark.timeout(300)
+@runs
 def test_the_plain_script_and_that_with_hybridpipe_end_alike(tmp_path, monkeypatch):
     """Losses and accuracies of all epochs, and the weights."""
     losses, weights = [], []
@@ -299,7 +304,7 @@ def test_the_guide_has_every_example():
     assert {name for name in names if f"examples/{name}" not in page} == set()
 
 
-@pytest.mark.timeout(300)
+@runs
 def test_the_script_of_a_slurm_job_continues(tmp_path):
     """As a job does: stopped after its first checkpoint, and started again with the same command."""
     command = [sys.executable, str(EXAMPLES / "slurm_job.py"), "--out", str(tmp_path), "--epochs", "12"]
@@ -360,6 +365,7 @@ def baseline(name: str, ranks: int, out: Path, *options: str) -> dict:
     return json.loads((out / "summary.json").read_text())
 
 
+@runs
 @pytest.mark.parametrize("name", ["horovod", "ddp"])
 def test_baseline_computes_what_one_process_does(name, tmp_path):
     if name == "horovod":

@@ -25,7 +25,7 @@ JOBS = {"docs/guide/first-run.md": ("launch/mpirun.sh 2",)}
 ELSEWHERE = {"hybridpipe export runs/gpt2": "tests/cli/test_export.py"}
 REMEDY = "mend the page, or name what needs more than the small project in ELSEWHERE of test_shell.py"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(300)]
 
 
 def run_in(folder: Path, commands: Sequence[str]) -> None:
@@ -76,7 +76,6 @@ def test_commands_run_as_they_are_printed(page, folder):
     run_in(folder, RUN[page])
 
 
-@pytest.mark.jobs
 @pytest.mark.parametrize("page", JOBS)
 def test_a_job_runs_as_it_is_printed(page, folder):
     run_in(folder, beginning_with(page, JOBS[page])[:1])
