@@ -11,6 +11,7 @@ from hybridpipe.version import __version__
 
 if TYPE_CHECKING:
     from hybridpipe.checkpoint.policy import Checkpointing
+    from hybridpipe.config.options import DataOptions, PlanOptions, RankOptions, UpdateOptions
     from hybridpipe.health.preemption import Preempted
     from hybridpipe.optim.nonfinite import NotFinite
     from hybridpipe.planning.cluster import Cluster
@@ -24,28 +25,36 @@ __all__ = [
     "Callback",
     "Checkpointing",
     "Cluster",
+    "DataOptions",
     "LayerProfile",
     "MinibatchRecord",
     "ModelProfile",
     "NotFinite",
     "Plan",
+    "PlanOptions",
     "Preempted",
+    "RankOptions",
     "StageSpec",
     "Trainer",
+    "UpdateOptions",
     "__version__",
 ]
 _LATER = {  # loaded at the first use, from these modules
     "Callback": "training.callbacks",
     "Checkpointing": "checkpoint.policy",
     "Cluster": "planning.cluster",
+    "DataOptions": "config.options",
     "LayerProfile": "planning.profile",
     "MinibatchRecord": "training.metrics",
     "ModelProfile": "planning.profile",
     "NotFinite": "optim.nonfinite",
     "Plan": "planning.plan",
+    "PlanOptions": "config.options",
     "Preempted": "health.preemption",
+    "RankOptions": "config.options",
     "StageSpec": "planning.plan",
     "Trainer": "training.trainer",
+    "UpdateOptions": "config.options",
 }
 _SUGGESTING = "Plan", "StageSpec"  # here, as planning knows nobody
 

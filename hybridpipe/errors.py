@@ -54,18 +54,24 @@ def suggest(name: str, allowed: Iterable[str]) -> str:
     return f" ({' '.join(hints)})" if hints else ""
 
 
-def suggesting(kind: _Class) -> _Class:
-    """Let the functions of a class that have options say what was meant by one that they do not know."""
+def suggesting(kind: _Class, also: Iterable[str] = ()) -> _Class:
+    """Let the functions of a class that have options say what was meant by one that they do not know.
+
+    Args:
+        also: names that a function with `**` takes.
+    """
     for name, function in list(vars(kind).items()):
         has_options = inspect.isfunction(function) and (function.__defaults__ or function.__kwdefaults__)
         if has_options and (name == "__init__" or not name.startswith("_")):
-            setattr(kind, name, _suggesting(function, f"{kind.__name__}.{name}".removesuffix(".__init__")))
+            names = list(inspect.signature(function).parameters.values())[1:]
+            more = list(also) if names[-1].kind is names[-1].VAR_KEYWORD else []
+            known = [each.name for each in names[: -1 if more else None]] + more
+            called = f"{kind.__name__}.{name}".removesuffix(".__init__")
+            setattr(kind, name, _suggesting(function, called, known))
     return kind
 
 
-def _suggesting(function: Callable[..., Any], called: str) -> Callable[..., Any]:
-    names = list(inspect.signature(function).parameters)[1:]
-
+def _suggesting(function: Callable[..., Any], called: str, names: list[str]) -> Callable[..., Any]:
     @wraps(function)
     def tried(*args: Any, **given: Any) -> Any:
         try:

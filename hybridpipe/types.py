@@ -13,4 +13,5 @@ from torch import Tensor
 # the sum over the tokens that are not padding and their number. A weight is >= 0 and has no gradient.
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]  # of parameters, or (name, parameter)
+Collate = Callable[[list[Any]], Any]  # the samples of a microbatch -> (inputs, targets), or a dict for both
 Agree = Callable[[float], float]  # this rank's number -> the largest of all ranks' numbers; collective

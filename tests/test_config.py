@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from hybridpipe.config import (
+from hybridpipe.config.file import (
     Config,
     DataConfig,
     Factory,
     ModelConfig,
-    PlanConfig,
     TrainConfig,
     load_config,
 )
+from hybridpipe.config.options import PlanOptions
 from hybridpipe.errors import UserError
 from hybridpipe.planning.schedules.registry import SCHEDULES
 
@@ -79,7 +79,7 @@ def test_what_the_file_says_and_what_it_leaves_out(path: Path):
         optimizer=Factory(f"{module}:Descent", {"lr": 0.05}),
         train=TrainConfig(minibatch=64, microbatch=8, epochs=None, seed=0, shuffle=True),
         loss=Factory("torch.nn:CrossEntropyLoss"),
-        plan=PlanConfig(schedule="1f1b", source="auto"),
+        plan=PlanOptions(schedule="1f1b", source="auto"),
     )
 
 
@@ -161,7 +161,10 @@ BAD = [
     ("train.epochs=2020-01-01", "train.epochs: must be a string, a number or a boolean, got 2020-01-01"),
     ("train.seed=-1", "train.seed: must be an integer >= 0, got -1"),
     ("train.shuffle=1", "train.shuffle: must be a valid boolean, got 1"),
-    ("train.epoch=2", "train.epoch: unknown field (did you mean 'epochs'? allowed: minibatch, microbatch, "),
+    (
+        "train.epoch=2",
+        "train.epoch: unknown field (did you mean 'epochs'? allowed: clip_grad_norm, scale_learning_rate, ",
+    ),
     ("train.target_accuracy=88", "train.target_accuracy: must be <= 1, got 88"),
     ("train.target_loss=0", "train.target_loss: must be a finite number > 0, got 0"),
     ("trian.epochs=2", "trian: unknown field (did you mean 'train'? allowed: model, data, "),
@@ -278,7 +281,7 @@ def test_errors_inside_a_module_keep_their_traceback(path: Path):
 def test_mistakes_are_told_before_torch_and_mpi_are_loaded(path: Path):
     probe = f"""
 import sys
-from hybridpipe.config import load_config
+from hybridpipe.config.file import load_config
 load_config({str(path)!r}).model.build()
 print({{"torch", "mpi4py"}} & {{*sys.modules}})
 """

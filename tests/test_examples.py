@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from hybridpipe.config import load_config
+from hybridpipe.config.file import load_config
 from hybridpipe.data import digits
 from hybridpipe.data.source import source_of
 from hybridpipe.launch import mpirun

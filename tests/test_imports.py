@@ -30,6 +30,7 @@ ORDER = [
     "files",
     "environment",
     "types",
+    "notices",
     "errors",
     "version",
     "planning",

@@ -16,7 +16,7 @@ import pytest
 
 import hybridpipe
 from hybridpipe.cli import main
-from hybridpipe.config import Config, Factory
+from hybridpipe.config.file import Config, Factory
 from hybridpipe.planning import cluster, plan, profile
 from hybridpipe.planning.schedules.registry import SCHEDULES
 from hybridpipe.report.run import RunStart
@@ -150,15 +150,21 @@ def arguments(function) -> dict[str, str]:
     def default(value):
         if value is inspect.Parameter.empty:
             return "required"
+        if is_dataclass(value):
+            return f"{type(value).__name__}()"
         return repr(dict(value) if isinstance(value, MappingProxyType) else value)
 
-    return {name: default(each.default) for name, each in signature(function).parameters.items()}
+    given = signature(function).parameters
+    rest = [name for name, each in given.items() if each.kind is each.VAR_KEYWORD]
+    return {name: default(each.default) for name, each in given.items()} | dict.fromkeys(rest, "")
 
 
 def test_the_page_of_python_names_every_argument_and_method():
     from hybridpipe.checkpoint.policy import Checkpointing
 
     page, kind = tables("python.md"), hybridpipe.Trainer
+    for options in ("PlanOptions", "UpdateOptions", "DataOptions", "RankOptions"):
+        assert page[options] == arguments(getattr(hybridpipe, options))
     assert page["hybridpipe"].keys() == set(hybridpipe.__all__)
     assert page["Trainer"] == arguments(kind)
     assert page["Checkpointing"] == arguments(Checkpointing)

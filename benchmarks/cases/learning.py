@@ -23,7 +23,7 @@ import results
 from jobs import ROOT, Run
 from results import Row
 
-from hybridpipe.config import TrainConfig, load_config
+from hybridpipe.config.file import TrainConfig, load_config
 from hybridpipe.files import read_plan, write_json
 from hybridpipe.planning.plan import Plan
 

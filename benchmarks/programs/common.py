@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from hybridpipe.engine.allocator import keep_freed_memory
+from hybridpipe.environment.allocator import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import models

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common import load_job
 
-from hybridpipe.engine.allocator import return_freed_memory
+from hybridpipe.environment.allocator import return_freed_memory
 from hybridpipe.training.metrics import MinibatchRecord
 from hybridpipe.training.trainer import Trainer
 

@@ -2,7 +2,7 @@
 
 from common import load_job
 
-from hybridpipe.engine.allocator import keep_freed_memory
+from hybridpipe.environment.allocator import keep_freed_memory
 from hybridpipe.files import write_json
 from hybridpipe.measure.layers import measure
 

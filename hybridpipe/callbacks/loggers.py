@@ -16,8 +16,8 @@ from hybridpipe.checkpoint.directory import make_folder
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import open_after, writing
 from hybridpipe.health import failure
+from hybridpipe.notices import notices
 from hybridpipe.planning.checks import positive_int
-from hybridpipe.report.notices import notices
 from hybridpipe.training.callbacks import Callback, Run
 from hybridpipe.training.metrics import MinibatchRecord
 

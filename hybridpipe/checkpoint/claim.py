@@ -20,7 +20,7 @@ from hybridpipe.environment import this_machine
 from hybridpipe.errors import UserError
 from hybridpipe.files import parse, writing
 from hybridpipe.health.exit_report import ATTEMPT
-from hybridpipe.report.notices import notices
+from hybridpipe.notices import notices
 
 LEASE_SECONDS = 100.0  # a server of NFS 4 keeps the locks of a host that is lost for 90
 POLL_SECONDS = 0.2

@@ -25,7 +25,7 @@ from hybridpipe.checkpoint.names import LATEST, name_of, parse_name, step_of
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import writing
 from hybridpipe.health import faults
-from hybridpipe.report.notices import notices
+from hybridpipe.notices import notices
 
 _LARGEST_MANIFEST = 1 << 26  # bytes; the files of 100,000 ranks need a quarter of it
 _LARGEST_LATEST = 100

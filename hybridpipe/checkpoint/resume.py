@@ -33,7 +33,7 @@ from hybridpipe.engine.rank_state import (
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
-from hybridpipe.model.deferred import Numbers
+from hybridpipe.model.deferred_init.deferred import Numbers
 from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.loss_scale import LossScale
 from hybridpipe.optim.update import Update

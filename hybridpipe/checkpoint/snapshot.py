@@ -24,9 +24,9 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.health import failure, faults
 from hybridpipe.model.tensors import not_finite
+from hybridpipe.notices import notices
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.resume_point import ResumePoint
-from hybridpipe.report.notices import notices
 from hybridpipe.stage.state import (
     State,
     described,

@@ -6,7 +6,7 @@ Not known here: MPI. Invariant: what `train` refuses in one line, a UserError te
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hybridpipe.config import Config
+from hybridpipe.config.file import Config
 from hybridpipe.data.reader import first_minibatch
 from hybridpipe.data.samples import fingerprint
 from hybridpipe.data.source import Source, source_of

@@ -17,10 +17,10 @@ from hybridpipe.checkpoint.exchange import write
 from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
 from hybridpipe.cli.data import in_one_line
 from hybridpipe.cli.profile import build_model
-from hybridpipe.config import load_config
+from hybridpipe.config.file import load_config
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import writing
-from hybridpipe.model.deferred import build
+from hybridpipe.model.deferred_init.deferred import build
 from hybridpipe.stage.state import check_fits, described
 
 

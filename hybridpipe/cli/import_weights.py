@@ -13,7 +13,7 @@ from hybridpipe.checkpoint.resume import load_plain
 from hybridpipe.cli.data import data_of, first_microbatch, in_one_line
 from hybridpipe.cli.profile import build_model
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.config import Config
+from hybridpipe.config.file import Config
 from hybridpipe.errors import UserError
 from hybridpipe.model.layers import Layers, known_layers, layers_of
 from hybridpipe.planning.plan import Plan, StageSpec

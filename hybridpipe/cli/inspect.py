@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from hybridpipe.cli.data import data_of, first_microbatch
 from hybridpipe.cli.profile import build_model
-from hybridpipe.config import Config
+from hybridpipe.config.file import Config
 from hybridpipe.model.explanation import Explanation
 from hybridpipe.model.layers import explain, layers_of
 from hybridpipe.model.precision import Precision

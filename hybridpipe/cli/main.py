@@ -28,7 +28,7 @@ from hybridpipe.planning.schedules.registry import TRAITS
 from hybridpipe.version import __version__
 
 if TYPE_CHECKING:
-    from hybridpipe.config import Config
+    from hybridpipe.config.file import Config
     from hybridpipe.launch.supervisor import LaunchOptions
     from hybridpipe.planning.request import PlanRequest
 
@@ -427,7 +427,7 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _load(options: argparse.Namespace) -> "Config":
-    from hybridpipe.config import load_config
+    from hybridpipe.config.file import load_config
 
     return load_config(options.config, options.set)
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from hybridpipe import environment
 from hybridpipe.cli.data import data_of, first_microbatch
-from hybridpipe.config import Config
-from hybridpipe.engine.allocator import keep_freed_memory
+from hybridpipe.config.file import Config
+from hybridpipe.environment.allocator import keep_freed_memory
 from hybridpipe.errors import UserError
 from hybridpipe.measure.layers import measure
 from hybridpipe.model.precision import Precision

@@ -24,12 +24,12 @@ from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.checkpoint.whole import write_whole
 from hybridpipe.cli.profile import build_model
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.config import Config
+from hybridpipe.config.file import Config
+from hybridpipe.config.options import DEFAULT_HANG_SECONDS, DataOptions, RankOptions
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json, writing
 from hybridpipe.health import failure
-from hybridpipe.health.watchdog import DEFAULT_SECONDS
-from hybridpipe.model.deferred import Factory
+from hybridpipe.model.deferred_init.deferred import Factory
 from hybridpipe.planning.request import AUTO
 from hybridpipe.report.folder import report_at_end
 from hybridpipe.report.memory import beyond_limit, memory_table
@@ -38,7 +38,6 @@ from hybridpipe.report.run import RunStart
 from hybridpipe.report.tables import plan_details
 from hybridpipe.report.words import rounded
 from hybridpipe.training import run_folder
-from hybridpipe.training.planmaker import ClusterLike
 from hybridpipe.training.run_file import run_start
 from hybridpipe.training.trainer import Trainer
 from hybridpipe.types import Loss
@@ -52,7 +51,7 @@ def train(
     plan: str,
     out: Path,
     trace: bool = False,
-    hang_timeout: float = DEFAULT_SECONDS,
+    hang_timeout: float = DEFAULT_HANG_SECONDS,
     resume: str | None = None,
     cluster: Path | None = None,
     resume_changed: bool = False,
@@ -77,7 +76,8 @@ def train(
     except (OSError, ModuleNotFoundError) as error:  # missing data is reported in one line
         failure.refuse(error)
     try:
-        trainer = _trainer(config, model, loss, plan, cluster, hang_timeout, out, resume)
+        ranks = RankOptions(cluster=cluster, sync=config.sync.backend, hang_timeout=hang_timeout)
+        trainer = _trainer(config, model, loss, plan, ranks, out, resume)
         trainer.claim(out)  # before anything is read or written there
         resumed = _resume(trainer, resume, out, resume_changed)
         if trainer.world.rank == 0:  # at once: measuring, and a search for another plan, take their time
@@ -174,37 +174,23 @@ def _trainer(
     model: nn.Module | Factory,
     loss: Loss,
     plan: str,
-    cluster: ClusterLike | None,
-    hang_timeout: float,
+    ranks: RankOptions,
     out: Path,
     resume: str | None,
 ) -> Trainer:
     loggers = make_loggers(config.log.to, out, config.log.every, _continues_own(out, resume))
-    callbacks = [*(callback.build() for callback in config.callbacks), *loggers]
     return Trainer(
         model,
         loss=loss,
         optimizer=config.optimizer.bound(),
-        plan=plan,
-        cluster=cluster,
         minibatch_size=config.train.minibatch,
         microbatch_size=config.train.microbatch,
-        **config.plan.request,
+        plan=replace(config.plan, source=plan),
         lr_scheduler=None if config.lr_scheduler is None else config.lr_scheduler.build,
-        clip_grad_norm=config.train.clip_grad_norm,
-        scale_learning_rate=config.train.scale_learning_rate,
-        delay_warm_up=config.train.delay_warm_up,
-        precision=config.train.precision,
-        compression=config.train.compression,
-        sync=config.sync.backend,
-        predict=config.plan.predict,
-        memory=config.plan.memory,
-        seed=config.train.seed,
-        num_workers=config.data.num_workers,
-        hang_timeout=hang_timeout,
-        on_nonfinite=config.train.on_nonfinite,
-        optimizer_per_stage=config.train.optimizer_per_stage,
-        callbacks=callbacks,
+        update=config.train,
+        data=DataOptions(seed=config.train.seed, num_workers=config.data.num_workers),
+        ranks=ranks,
+        callbacks=[*(callback.build() for callback in config.callbacks), *loggers],
     )
 
 

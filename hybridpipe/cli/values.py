@@ -92,7 +92,7 @@ def _parsed(parse: Callable[[str], Number], text: str) -> Number:
 
 def plan_source(text: str) -> str:
     """A plan's name (auto, dp, straight) or the path of a .json file."""
-    from hybridpipe.config import SOURCES
+    from hybridpipe.config.options import SOURCES
 
     if text not in SOURCES and not text.endswith(".json"):
         raise argparse.ArgumentTypeError(f"must be {', '.join(SOURCES)} or a .json file, got {text!r}")

@@ -5,10 +5,11 @@ Knows hosts and the GPUs that their ranks see; no plan. Invariant: all ranks of 
 
 import torch
 
+from hybridpipe.comm.groups import default_num_threads, this_host
 from hybridpipe.comm.idle import machine_leaders
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.device import device_of_rank, visible_gpus
-from hybridpipe.report.notices import notices
+from hybridpipe.notices import notices
 
 
 def own_device(world: MPI.Comm, device: torch.device | str | None) -> torch.device:
@@ -42,3 +43,13 @@ def tell_shared_gpus(world: MPI.Comm, device: torch.device) -> None:
     if world.rank == 0 and len(most) > 1:
         told = ", ".join(map(str, most))
         notices.tell(f"ranks {told} share a GPU: its time and its memory")
+
+
+def device_with_threads(world: MPI.Comm, device: torch.device | str | None) -> torch.device:
+    """Choose this rank's device, and set its compute threads unless the user has. Collective."""
+    chosen = own_device(world, device)
+    tell_shared_gpus(world, chosen)
+    num_threads = default_num_threads(this_host(world))
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    return chosen

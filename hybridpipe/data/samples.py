@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from hybridpipe.data.beginning import begun
-from hybridpipe.data.source import CPU, Collate, Source
+from hybridpipe.data.source import CPU, Source
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
 from hybridpipe.model.tensors import Tree, named_leaves, num_samples, raw_bytes
+from hybridpipe.types import Collate
 
 A_SAMPLE, A_COLLATION = -1, -2  # stand in a random key where a layer has its index
 NUM_COMPARED = 6  # samples in a fingerprint

@@ -4,7 +4,7 @@ Not known here: ranks, and which samples are loaded when. Invariant: whatever a 
 its Source or refused in one line, except for what changes no number (pinned memory, prefetching).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
@@ -24,8 +24,7 @@ from torch.utils.data import (
 from hybridpipe.data.beginning import begun, set_epoch
 from hybridpipe.errors import UserError, shown
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
-
-Collate = Callable[[list[Any]], Any]  # the samples of a microbatch -> (inputs, targets), or a dict for both
+from hybridpipe.types import Collate
 
 CPU = torch.device("cpu")
 AN_ORDER = -3  # stands in a random key where a layer has its index

@@ -216,7 +216,7 @@ def settings(model: nn.Module, loss: Loss, rule: UpdateRule) -> dict[str, str]:
         "scale_learning_rate": repr(rule.scale_learning_rate),
         "delay_warm_up": repr(rule.delay_warm_up),
         "compression": repr(rule.compression),
-        "precision": repr(rule.precision.name),
+        "precision": repr(rule.precision),
         "frozen parameters": ", ".join(frozen) or "none",
     }
 

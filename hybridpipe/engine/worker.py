@@ -23,16 +23,16 @@ from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.device import lanes_of
 from hybridpipe.engine import rank_state, whole_state
-from hybridpipe.engine.allocator import returning_freed_memory
 from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.engine.pending import PendingLosses, blank, carried
 from hybridpipe.engine.rank_state import NewState, RankState
 from hybridpipe.engine.replication import replication
+from hybridpipe.environment.allocator import returning_freed_memory
 from hybridpipe.errors import UserError
 from hybridpipe.health import failure, faults, preemption
-from hybridpipe.model.deferred import Numbers
+from hybridpipe.model.deferred_init.deferred import Numbers
 from hybridpipe.model.layers import Layers
 from hybridpipe.model.structure import Structure
 from hybridpipe.model.tensors import Tree

@@ -20,7 +20,6 @@ from hybridpipe.environment import this_machine
 from hybridpipe.health import exit_report, failure, hang
 from hybridpipe.health.hang import State
 
-DEFAULT_SECONDS = 300.0  # the first step of a large model, or a slow file system, may take minutes
 LONGEST_PAUSE_SECONDS = 1.0  # between two checks
 ASK_SECONDS = 2.5  # a rank that can answer does so in this time
 YIELD_SECONDS = 4.0  # leaves the report to a lower rank that has queried the ranks, too

@@ -10,7 +10,7 @@ import torch
 
 from hybridpipe.comm.idle import idle_barrier, machine_leaders
 from hybridpipe.device import visible_gpus
-from hybridpipe.engine.allocator import held_by_process
+from hybridpipe.environment.allocator import held_by_process
 from hybridpipe.environment.memory_limits import RESERVE, RankMemory, Room, rooms, shared_out
 from hybridpipe.planning.cluster import Cluster
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridpipe.engine.allocator import returning_freed_memory
+from hybridpipe.environment.allocator import returning_freed_memory
 from hybridpipe.measure.allocated import Allocated, allocated
 from hybridpipe.model.tensors import (
     TensorTree,

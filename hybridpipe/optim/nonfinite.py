@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hybridpipe.data.stream import Stream
 from hybridpipe.model.tensors import dense, norms, not_finite
+from hybridpipe.notices import notices
 from hybridpipe.optim.loss_scale import UNSCALED, LossScale
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.report.notices import notices
 from hybridpipe.stage.stage import Stage
 
 # If several ranks find the same error at the same time, the first report ends the job. Later stages report

@@ -11,19 +11,19 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.model.precision import FP32, Precision
+from hybridpipe.config.options import UpdateOptions
+from hybridpipe.model.precision import Precision
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.optim.named import with_names
 from hybridpipe.optim.shards import Shards, take_over
 from hybridpipe.optim.trial import why_not_apart
-from hybridpipe.planning.checks import NO_COMPRESSION, ON_NONFINITE, non_negative_int, one_of, positive
-from hybridpipe.planning.cluster import check_compression
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
 from hybridpipe.stage.state import options_of
@@ -65,38 +65,32 @@ class LearningRate:
 
 
 @dataclass(frozen=True)
-class UpdateRule:
-    """The user's options for updates; `Trainer` explains each field."""
+class UpdateRule(UpdateOptions):
+    """Optimizer, scheduler and options of updates.
+
+    Args:
+        optimizer, lr_scheduler: factories, as in `Trainer`.
+    """
 
     optimizer: OptimizerFactory
     lr_scheduler: SchedulerFactory | None = None
-    clip_grad_norm: float | None = None
-    scale_learning_rate: bool = True
-    delay_warm_up: int = 0
-    compression: str = NO_COMPRESSION  # of gradients in the all-reduce over replicas
-    on_nonfinite: str = "stop"
-    precision: Precision = FP32
-    optimizer_per_stage: bool = False
 
-    def __post_init__(self) -> None:
-        check_compression(self.compression)
+    @cached_property
+    def arithmetic(self) -> Precision:
+        """The computation in this precision."""
+        return Precision(self.precision)
 
     def check(self, plan: Plan) -> None:
         """Check that the options suit the plan's schedule.
 
         Raises:
-            ValueError: an option is out of range, or has no meaning under the schedule.
+            ValueError: an option has no meaning under the schedule.
         """
-        non_negative_int("delay_warm_up", self.delay_warm_up)
-        one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        if self.clip_grad_norm is not None:
-            if self.clip_grad_norm != math.inf:  # that only measures it
-                positive("clip_grad_norm", self.clip_grad_norm)
-            if plan.is_asynchronous:
-                raise ValueError(
-                    f"clip_grad_norm must not be given under {plan.schedule}, got {self.clip_grad_norm}: its "
-                    "stages update at different times, so there is no norm of all gradients"
-                )
+        if self.clip_grad_norm is not None and plan.is_asynchronous:
+            raise ValueError(
+                f"clip_grad_norm must not be given under {plan.schedule}, got {self.clip_grad_norm}: its "
+                "stages update at different times, so there is no norm of all gradients"
+            )
         if self.delay_warm_up and not plan.is_asynchronous:
             raise ValueError(
                 f"delay_warm_up must be 0 under {plan.schedule}, whose gradients are never late, "
@@ -195,12 +189,12 @@ class UpdateRule:
             add_up,
             parameters,
             elsewhere,
-            DYNAMIC if self.precision.scales_loss and not self.scales_in_flight(plan) else UNSCALED,
+            DYNAMIC if self.arithmetic.scales_loss and not self.scales_in_flight(plan) else UNSCALED,
         )
 
     def scales_in_flight(self, plan: Plan) -> bool:
         """Return True if losses are scaled and several minibatches are in flight, each with its own scale."""
-        return self.precision.scales_loss and plan.is_asynchronous
+        return self.arithmetic.scales_loss and plan.is_asynchronous
 
     def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
         """Make the optimizer.

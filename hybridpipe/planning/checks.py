@@ -22,6 +22,18 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) and not isinstance(value, int) else value
 
 
+def integer(name: str, value: Any, least: int = -(2**63)) -> int:
+    """Return a Python integer of at most 64 bits, from a Python or NumPy integer.
+
+    Raises:
+        ValueError: the value is no integer, or less than `least`.
+    """
+    what = "a 64-bit integer" if least < 0 else f"an integer >= {least}"
+    if isinstance(value, bool) or not isinstance(plain(value), int) or not least <= value < 2**63:
+        raise ValueError(f"{name} must be {what}, got {value!r}")
+    return int(value)
+
+
 def positive_int(name: str, value: int) -> None:
     """Raises ValueError unless `value` is an integer >= 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

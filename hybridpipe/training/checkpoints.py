@@ -36,14 +36,14 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import rank_status
 from hybridpipe.data.samples import DRAWN_ANEW
 from hybridpipe.engine import consistency
-from hybridpipe.engine.allocator import room_left
 from hybridpipe.engine.worker import Worker
+from hybridpipe.environment.allocator import room_left
 from hybridpipe.errors import UserError, shown
 from hybridpipe.health import exit_report, failure, preemption
-from hybridpipe.model.deferred import Numbers
+from hybridpipe.model.deferred_init.deferred import Numbers
 from hybridpipe.model.tensors import tied
+from hybridpipe.notices import notices
 from hybridpipe.planning.plan import Plan
-from hybridpipe.report.notices import notices
 from hybridpipe.stage.state import pack
 from hybridpipe.stage.statistics import statistics
 from hybridpipe.training.callbacks import Callback, CallbackList

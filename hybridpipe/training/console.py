@@ -1,6 +1,6 @@
 """Console: what a training says of itself on standard error, by rank 0.
 
-Not known here: what the user must be told in any case (`hybridpipe.report.notices`). Invariant: each line is
+Not known here: what the user must be told in any case (`hybridpipe.notices`). Invariant: each line is
 said once, whoever trains, a script or `hybridpipe train`, and begins with the time of day.
 """
 
@@ -18,9 +18,9 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.report.progress import Place, Speed, hosts_line, progress_line
 from hybridpipe.report.tables import headline, plan_lines, unused_ranks
 from hybridpipe.report.words import rounded
-from hybridpipe.training.autoplan import Choice
 from hybridpipe.training.callbacks import Callback, Run
 from hybridpipe.training.metrics import MinibatchRecord
+from hybridpipe.training.planner.choice import Choice
 
 LINE_SECONDS = 30.0  # between two lines about minibatches, where no bar shows them
 

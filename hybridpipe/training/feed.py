@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.config.options import DataOptions
 from hybridpipe.data.batches import Microbatches
 from hybridpipe.data.loader import loaded
 from hybridpipe.data.reader import Begin, Reader, first_minibatch
-from hybridpipe.data.source import Collate, Source, source_of
+from hybridpipe.data.source import Source, source_of
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine import consistency
 from hybridpipe.engine.worker import Worker
@@ -28,19 +29,13 @@ class Feed:
     """The data sets of one training.
 
     Args:
-        seed: seed of the order of samples and of their draws.
         minibatch_size: in samples.
-        num_workers: processes that load ahead.
-        collate_fn: makes a microbatch of samples; None: they are stacked.
+        options: how they are drawn and loaded.
     """
 
-    def __init__(
-        self, world: MPI.Comm, seed: int, minibatch_size: int, num_workers: int, collate_fn: Collate | None
-    ) -> None:
-        if collate_fn is not None and not callable(collate_fn):
-            raise TypeError(f"collate_fn must be a function of a list of samples, got {collate_fn!r}")
-        self._world, self._seed, self._minibatch_size = world, seed, minibatch_size
-        self._num_workers, self._collate_fn = num_workers, collate_fn
+    def __init__(self, world: MPI.Comm, minibatch_size: int, options: DataOptions) -> None:
+        self._world, self._minibatch_size, self._seed = world, minibatch_size, options.seed
+        self._num_workers, self._collate_fn = options.num_workers, options.collate_fn
 
     def training_set(self, dataset: Any, drop_last: bool = False) -> Source:
         """Return the source of a data set or DataLoader to train on.

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TextIO
 
 from hybridpipe.errors import NotSaved
 from hybridpipe.files import open_after, write_json, writing
+from hybridpipe.notices import notices
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
 from hybridpipe.report.folder import REPORT
-from hybridpipe.report.notices import notices
 from hybridpipe.report.rank_time import compared
 from hybridpipe.training.metrics import MinibatchRecord, Traced
 from hybridpipe.training.view import TrainerView

@@ -7,38 +7,41 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 from hybridpipe.checkpoint.policy import Checkpointing
+from hybridpipe.comm.gpus import device_with_threads
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.config.options import (
+    SINGLE,
+    DataOptions,
+    PlanLike,
+    RankOptions,
+    UpdateOptions,
+    gathered,
+    values,
+)
 from hybridpipe.data.samples import plain
-from hybridpipe.data.source import Collate, Source
-from hybridpipe.data.stream import Minibatch, slice_minibatch
+from hybridpipe.data.source import Source
+from hybridpipe.data.stream import slice_minibatch
 from hybridpipe.engine import consistency
-from hybridpipe.engine.allocator import keep_freed_memory
 from hybridpipe.engine.worker import Worker
+from hybridpipe.environment.allocator import keep_freed_memory
 from hybridpipe.errors import suggesting
 from hybridpipe.health import failure, preemption
-from hybridpipe.health.watchdog import DEFAULT_SECONDS, watch
+from hybridpipe.health.watchdog import watch
 from hybridpipe.model import structure
-from hybridpipe.model.deferred import Factory
-from hybridpipe.model.precision import Precision
+from hybridpipe.model.deferred_init.deferred import Factory, build_alike
 from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
-from hybridpipe.planning.checks import AUTO_SYNC, BACKENDS, NO_COMPRESSION, non_negative, one_of
-from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.request import PlanRequest
-from hybridpipe.planning.schedules.registry import DEFAULT
-from hybridpipe.training import planmaker
+from hybridpipe.planning.checks import integer
+from hybridpipe.planning.request import AUTO
 from hybridpipe.training import validation as valid
-from hybridpipe.training.autoplan import Choice
 from hybridpipe.training.callbacks import Callback, CallbackList, OnMinibatch, Run, check_callbacks, names_of
 from hybridpipe.training.checkpoints import CheckpointManager, Sizes
 from hybridpipe.training.console import Console
@@ -46,14 +49,15 @@ from hybridpipe.training.evaluation import Metric, MicrobatchMetrics, evaluate, 
 from hybridpipe.training.feed import Feed
 from hybridpipe.training.fit import FitLoop
 from hybridpipe.training.metrics import MinibatchRecord, Recorder
-from hybridpipe.training.planmaker import ClusterLike, PlanLike, PlanMaker
+from hybridpipe.training.planner.choice import Choice
+from hybridpipe.training.planner.planner import Planned, Planner
 from hybridpipe.training.prediction import predict
 from hybridpipe.training.train_state import TrainState
 from hybridpipe.training.view import TrainerView
 from hybridpipe.types import Loss, OptimizerFactory
 
 
-@suggesting
+@partial(suggesting, also=SINGLE)
 class Trainer(TrainerView):
     """Trains `model` in place: each rank trains the layers of its own stage. Every method is collective.
 
@@ -67,48 +71,27 @@ class Trainer(TrainerView):
             such as the sum over the tokens and their number, for a mean over the whole minibatch.
         optimizer: called with the parameters of this stage, such as `partial(torch.optim.SGD, lr=0.1)`; with
             pairs (name, parameter), if its argument is called `named_parameters`.
-        plan: a `Plan`, the path of a plan.json, or a name. "auto" measures model and machines and searches;
-            "dp" is data parallelism on all ranks; "straight" is a pipeline with one rank a stage.
-        cluster: a `Cluster` or the path of a cluster.json of as many ranks, instead of a measurement.
-        memory: the most bytes that each rank may have, such as "2GB"; None for the limits that are found.
         minibatch_size: samples behind one update, over all ranks.
         microbatch_size: samples of a microbatch, for a plan by name; a `Plan` has its own number of them. By
             default each rank's equal share; "auto" also tries a half and a quarter of it.
-        schedule, asynchronous, vertical_sync, max_in_flight, recompute, zero: of a plan by name
-            (`PlanRequest`).
+        plan: a `Plan`, the path of a plan.json, or a name: "auto" measures model and machines and searches;
+            "dp" is data parallelism on all ranks; "straight" is a pipeline with one rank a stage. Or
+            `PlanOptions`.
         lr_scheduler: called with the optimizer, such as `partial(torch.optim.lr_scheduler.StepLR,
             step_size=100)`. It counts minibatches; those of `no_sync` and the one after them count as one.
-        clip_grad_norm: largest norm of the whole model's gradient, to which larger ones are scaled down. Not
-            under asynchronous schedules, where no such norm exists.
-        scale_learning_rate: under pipedream, multiply a stage's learning rate by its replicas over the first
-            stage's, because it updates more seldom by that factor (PipeDream's code).
-        delay_warm_up: under asynchronous schedules, but not pipedream-2bw: number of minibatches in which a
-            stage whose gradients are d updates late takes smaller steps, at first by d (PipeMare, 2021).
-        precision: "bf16" and "fp16" compute the forward under autocast, and send float32 values and gradients
-            over cuts in 16 bits; "bf16-params" also casts matrices, once an update.
-        compression: "fp16" sends float32 gradients between replicas as float16: three digits, up to 65504.
-        sync: sums gradients over replicas: "horovod", "mpi", "torch" (gloo, or NCCL), or "auto", which is
-            Horovod where it is installed, unless another was measured to be faster.
-        predict: also measure model and machines for a given plan, for its prediction in the summary.
-        seed: seed of the order of samples and of all random numbers of layers and data sets.
-        num_workers: loader processes of each rank that loads samples; 0 loads them when they are needed.
-        collate_fn: makes (inputs, targets), or a dict that is both, of a list of samples; None stacks them.
-        device: of this rank; by default its own of the GPUs that it sees, else the CPU.
-        world: the ranks that train together; by default MPI.COMM_WORLD.
-        hang_timeout: seconds in one instruction or one wait for other ranks, after which a rank reports the
-            state of every rank and ends the job; 0 for never.
-        on_nonfinite: where a loss or gradient is NaN or infinite: "stop" ends the job and names it, "skip"
-            leaves the update out, on all ranks or an asynchronous stage's replicas; "ignore" does not check.
-        optimizer_per_stage: allow an optimizer that looks beyond a parameter, or under `zero` beyond an
-            element: at those of its stage, or at its replica's share.
+        update: how minibatches become updates: clipping, precision, what is not finite (`UpdateOptions`).
+        data: how samples are drawn and loaded: seed, workers, `collate_fn` (`DataOptions`).
+        ranks: who trains, on what, and how they wait: world, device, cluster, sync (`RankOptions`).
         metrics: functions by name for evaluation, called with (outputs, targets) of a microbatch; each
             returns (sum, count), and `evaluate` returns sum over count of the data set. One called "accuracy"
             replaces the accuracy that is counted for targets that are classes.
         callbacks: called by `fit` at its events (`hybridpipe.callbacks`); the same on every rank.
         verbose: rank 0 says on stderr who trains, what is measured, which plan runs, and how far `fit` is.
+        options: fields of `plan`, `update`, `data` and `ranks` by themselves, such as `schedule="auto"` or
+            `clip_grad_norm=1.0`, which go before those of the objects.
 
     Raises:
-        TypeError: the model is not an `nn.Module`.
+        TypeError: the model is not an `nn.Module`, or there is no such option.
         ValueError: the plan does not fit model, world or minibatch, or optimizer, scheduler or clipping
             cannot be used under it.
     """
@@ -119,70 +102,55 @@ class Trainer(TrainerView):
         *,
         loss: Loss,
         optimizer: OptimizerFactory,
-        plan: PlanLike = "auto",
-        cluster: ClusterLike | None = None,
-        memory: int | str | None = None,
         minibatch_size: int,
         microbatch_size: int | None = None,
-        schedule: str = DEFAULT,
-        asynchronous: bool = False,
-        vertical_sync: bool = False,
-        max_in_flight: int | None = None,
-        recompute: bool = False,
-        zero: int | str = 0,
+        plan: PlanLike = AUTO,
         lr_scheduler: SchedulerFactory | None = None,
-        clip_grad_norm: float | None = None,
-        scale_learning_rate: bool = True,
-        delay_warm_up: int = 0,
-        precision: str = "fp32",
-        compression: str = NO_COMPRESSION,
-        sync: str = AUTO_SYNC,
-        predict: bool = False,
-        seed: int = 0,
-        num_workers: int = 0,
-        collate_fn: Collate | None = None,
-        device: torch.device | str | None = None,
-        world: MPI.Comm | None = None,
-        hang_timeout: float = DEFAULT_SECONDS,
-        on_nonfinite: str = "stop",
-        optimizer_per_stage: bool = False,
+        update: UpdateOptions = UpdateOptions(),
+        data: DataOptions = DataOptions(),
+        ranks: RankOptions = RankOptions(),
         metrics: Mapping[str, Metric] = MappingProxyType({}),
         callbacks: Sequence[Callback] = (),
         verbose: bool = True,
+        **options: Any,
     ) -> None:
-        self.world = MPI.COMM_WORLD if world is None else world
         valid.warn_if_apart(MPI.COMM_WORLD.size)
         failure.install()
-        model, numbers, *_ = planmaker.build_model(model, self.world)
+        wanted = gathered(plan, update, data, ranks, options)
+        self.world = MPI.COMM_WORLD if wanted.ranks.world is None else wanted.ranks.world
+        model, numbers, *_ = build_alike(model, self.world)
+        precision = wanted.update.precision
         valid.check_trainable(model, loss, optimizer, lr_scheduler, precision, numbers is not None)
         self._metrics = MicrobatchMetrics(loss, metrics)
         self._callbacks = check_callbacks(callbacks)
         minibatch_size, microbatch_size = valid.sizes(minibatch_size, microbatch_size)
-        non_negative("hang_timeout", hang_timeout)
         self.model, self.loss, self.minibatch_size = model, loss, minibatch_size
-        self.seed = valid.integer("seed", seed)
-        num_workers = valid.integer("num_workers", num_workers, least=0)
-        self._feed = Feed(self.world, self.seed, minibatch_size, num_workers, collate_fn)
-        delay_warm_up = valid.integer("delay_warm_up", delay_warm_up, least=0)
-        rates = optimizer, lr_scheduler, clip_grad_norm, scale_learning_rate, delay_warm_up
-        self.rule = UpdateRule(*rates, compression, on_nonfinite, Precision(precision), optimizer_per_stage)
+        self.seed, hang_timeout = wanted.data.seed, wanted.ranks.hang_timeout
+        self._feed = Feed(self.world, minibatch_size, wanted.data)
+        self.rule = UpdateRule(optimizer, lr_scheduler, **values(wanted.update, UpdateOptions))
         keep_freed_memory()
-        self.device = planmaker.device_with_threads(self.world, valid.check_device(device))
-        given, schedule = planmaker.read_given(plan, schedule)
-        request = PlanRequest(schedule, asynchronous, recompute, vertical_sync, max_in_flight, zero)
-        one_of("sync", sync, (AUTO_SYNC, *BACKENDS))
-        sizes = {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size, "memory": memory}
-        options = asdict(request) | sizes | {"hang_timeout": hang_timeout, "seed": self.seed}
-        options |= {"callbacks": names_of(self._callbacks), "sync": sync}
-        consistency.check_arguments(self.world, model, loss, self.rule, given, metrics, **options)
+        self.device = device_with_threads(self.world, valid.check_device(wanted.ranks.device))
+        facts = values(wanted.plan) | {"sync": wanted.ranks.sync, "hang_timeout": hang_timeout}
+        facts |= {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size, "seed": self.seed}
+        facts |= {"callbacks": names_of(self._callbacks)}
+        consistency.check_arguments(self.world, model, loss, self.rule, wanted.given, metrics, **facts)
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
         self._console = Console(self.world, verbose)
-        measured = cluster, sync, predict, memory, self._console.say
-        on = self.world, self.device, minibatch_size, microbatch_size, *measured
-        self._maker = PlanMaker(given, request, model, numbers, loss, self.rule, *on)
+        self._planner = Planner(
+            wanted,
+            model,
+            numbers,
+            loss,
+            self.rule,
+            self.world,
+            self.device,
+            minibatch_size,
+            microbatch_size,
+            self._console.say,
+        )
         self._begin_state()
-        if self._maker.plan is not None and not self._maker.waits:
-            self._start(self._maker.plan)
+        if not self._planner.waits:
+            self._start(self._planner.plan_for(None))
 
     def _begin_state(self) -> None:
         """Set the state of a training that has not begun."""
@@ -209,15 +177,15 @@ class Trainer(TrainerView):
         began, inputs, targets = time.perf_counter(), plain(inputs), plain(targets)
         self._check_now("train_step")
         if self._worker is None:
-            valid.check_flushes(self._maker.schedule)
+            valid.check_flushes(self._planner.schedule)
         consistency.check_same_minibatch(self.world, inputs, targets)
         if self._worker is None:
-            self._make_plan(slice_minibatch(inputs, targets, self._maker.microbatch_size))
+            self._start(self._planner.plan_for(slice_minibatch(inputs, targets, self.microbatch_size)))
         worker, state = self._worker, self.state
         assert worker is not None
         if not worker.flushes:
             valid.check_flushes(worker.plan.schedule)
-        minibatch = slice_minibatch(inputs, targets, self._maker.microbatch_size)
+        minibatch = slice_minibatch(inputs, targets, self._planner.microbatch_size)
         worker.renew()
         worker.expect_shapes(vary=True)
         if not state.accumulated:
@@ -304,9 +272,9 @@ class Trainer(TrainerView):
         if not self._updates or self.state.accumulated:
             raise ValueError("fit makes no sense inside no_sync, or before the update that follows it")
         breaks = valid.breaks(max_steps, eval_every, validation)
-        valid.check_breaks(breaks, self._maker.schedule)
+        valid.check_breaks(breaks, self._planner.schedule)
         most = 1 if max_steps is None else breaks.max_steps  # an epoch has a minibatch at least
-        epochs = valid.integer("epochs", most if epochs is None else epochs, least=0)
+        epochs = integer("epochs", most if epochs is None else epochs, least=0)
         valid.check_resume(resume, checkpoint)
         valid.check_validated(self._callbacks, validation)
         wanted = targets_wanted(validation, accuracy=target_accuracy, loss=target_loss)
@@ -389,10 +357,10 @@ class Trainer(TrainerView):
         """
         self.state.check_call("resume", with_gradients=False)
         given = Path(source), self.model, or_anew, allow_changed
-        found, lines = self._checkpoints.find(*given, self._worker is None, self._maker.numbers)
+        found, lines = self._checkpoints.find(*given, self._worker is None, self._planner.numbers)
         if found is not None and self._worker is not None:
             self._checkpoints.load(self._worker)
-        elif found is not None and (line := self._maker.prefer(found.plan, found.run.get("ranks"))):
+        elif found is not None and (line := self._planner.prefer(found.plan, found.run.get("ranks"))):
             lines.append(line)
         return lines
 
@@ -448,7 +416,7 @@ class Trainer(TrainerView):
             UserError: the checkpoint was trained on another data set.
         """
         self.state.check_call("prepare")
-        self._maker.folder = None if folder is None else Path(folder)
+        self._planner.folder = None if folder is None else Path(folder)
         source = self._feed.training_set(dataset)
         if validation is not None:
             self._feed.check("validation", self._feed.held_out_set("validation", validation))
@@ -461,7 +429,7 @@ class Trainer(TrainerView):
         facts = self._feed.check("dataset", source)
         consistency.check_alike(self.world, consistency.modes_and_requires_grad(self.model))
         if self._worker is None:
-            self._make_plan(self._feed.first(source, self.microbatch_size))
+            self._start(self._planner.plan_for(self._feed.first(source, self.microbatch_size)))
         self.worker.renew()
         consistency.check_repeatable(self.plan, facts, self.worker.layers)
         return facts
@@ -482,23 +450,23 @@ class Trainer(TrainerView):
             self._watchdog.close()
             self._watchdog = None
 
-    def _make_plan(self, minibatch: Minibatch) -> None:
-        plan, self.choice = self._maker.make(minibatch)
-        self._start(plan)
-
-    def _start(self, plan: Plan) -> None:
-        plan = self._maker.with_sync(plan)
-        if self.choice is not None:
-            self.choice = replace(self.choice, plan=plan)
-        self._maker.known_layers.check_plan(plan)
-        memory = self._maker.memory_for(plan)
-        self.recorder.begin(memory)
-        self._checkpoints.limit_bytes = memory.limit_bytes if self.device.type == "cpu" else None
-        trained = self._maker.known_layers, plan, self.loss, self.rule
-        on = self.world, self.device, self.seed, self._maker.progress_thread
-        worker = Worker(*trained, *on, self._maker.numbers)
-        self._continues_plan = self._checkpoints.continues(plan)
-        self._console.say_plan(plan, self.choice, self.microbatch_size, self._continues_plan)
+    def _start(self, planned: Planned) -> None:
+        self.choice = planned.choice
+        self.recorder.begin(planned.memory)
+        self._checkpoints.limit_bytes = planned.memory.limit_bytes if self.device.type == "cpu" else None
+        worker = Worker(
+            planned.layers,
+            planned.plan,
+            self.loss,
+            self.rule,
+            self.world,
+            self.device,
+            self.seed,
+            planned.progress_thread,
+            planned.numbers,
+        )
+        self._continues_plan = self._checkpoints.continues(planned.plan)
+        self._console.say_plan(planned.plan, self.choice, self.microbatch_size, self._continues_plan)
         self._checkpoints.load(worker, is_new=True)
         self.recorder.end_start(self.device)
-        self._worker, self._maker.numbers = worker, None
+        self._worker, self._planner.numbers = worker, None

@@ -19,24 +19,12 @@ from hybridpipe.data.source import Source
 from hybridpipe.errors import UserError, shown
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.sequential import num_layers
-from hybridpipe.planning.checks import plain
+from hybridpipe.notices import notices
+from hybridpipe.planning.checks import integer
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
-from hybridpipe.report.notices import notices
 from hybridpipe.training.callbacks import Callback
 from hybridpipe.training.loop import Breaks
-
-
-def integer(name: str, value: Any, least: int = -(2**63)) -> int:
-    """Python integer of at most 64 bits, from a Python or NumPy integer.
-
-    Raises:
-        ValueError: the value is no integer, or less than `least`.
-    """
-    what = "a 64-bit integer" if least < 0 else f"an integer >= {least}"
-    if isinstance(value, bool) or not isinstance(plain(value), int) or not least <= value < 2**63:
-        raise ValueError(f"{name} must be {what}, got {value!r}")
-    return int(value)
 
 
 def sizes(minibatch_size: Any, microbatch_size: Any) -> tuple[int, int | None]:

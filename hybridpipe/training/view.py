@@ -16,11 +16,11 @@ from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.report.model import model_text
-from hybridpipe.training.autoplan import Choice
 from hybridpipe.training.checkpoints import CheckpointManager
 from hybridpipe.training.fit import FitLoop
 from hybridpipe.training.metrics import Recorder, Traced
-from hybridpipe.training.planmaker import PlanMaker
+from hybridpipe.training.planner.choice import Choice
+from hybridpipe.training.planner.planner import Planner
 from hybridpipe.training.train_state import TrainState
 
 _FIXED = ("model", "loss", "seed", "minibatch_size", "rule", "world", "device")
@@ -37,7 +37,7 @@ class TrainerView:
     state: TrainState
     recorder: Recorder
     rule: UpdateRule
-    _maker: PlanMaker
+    _planner: Planner
     _checkpoints: CheckpointManager
     _worker: Worker | None
     _continues_plan: bool
@@ -51,7 +51,7 @@ class TrainerView:
     @property
     def microbatch_size(self) -> int:
         """Samples of a microbatch; the last one of a short minibatch may have fewer."""
-        return self._maker.microbatch_size
+        return self._planner.microbatch_size
 
     @property
     def step(self) -> int:
@@ -103,7 +103,7 @@ class TrainerView:
             "ranks": self.world.size,
             "minibatch_size": self.minibatch_size,
             "microbatch_size": self.microbatch_size,
-            "precision": self.rule.precision.name,
+            "precision": self.rule.precision,
             "seed": self.seed,
         }
 
@@ -113,7 +113,7 @@ class TrainerView:
 
     def explain(self) -> str | None:
         """Text about what is made of the model, on rank 0; RuntimeError before its forward is recorded."""
-        layers = self._maker.known_layers
+        layers = self._planner.known_layers
         return model_text(explain(layers)) if self.world.rank == 0 else None
 
     def full_state_dict(self) -> dict[str, Tensor] | None:

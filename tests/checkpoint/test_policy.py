@@ -197,7 +197,7 @@ def test_a_plan_that_was_made_for_less_or_otherwise_is_searched_for_anew(make, t
     make().save(tmp_path)
     found = make(plan="auto", microbatch_size=2).resume(tmp_path)
     assert found[1] == "with its plan 1, 1f1b"
-    told = make(plan="auto")._maker.prefer(WHOLE, 2)
+    told = make(plan="auto")._planner.prefer(WHOLE, 2)
     assert told.endswith("so a new one is searched for: it was made for 2 ranks, and there are 1")
     other = make(plan="auto", microbatch_size=4).resume(tmp_path)[1]
     assert "so a new one is searched for: microbatch_size = 4 disagrees with the plan" in other

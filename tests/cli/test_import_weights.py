@@ -13,7 +13,7 @@ from hybridpipe.checkpoint import directory, exchange
 from hybridpipe.checkpoint.names import FORMATS
 from hybridpipe.cli import main
 from hybridpipe.cli.profile import build_model
-from hybridpipe.config import load_config
+from hybridpipe.config.file import load_config
 
 MODEL = """
 from torch import nn

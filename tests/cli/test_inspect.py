@@ -11,7 +11,7 @@ from torch import nn
 
 from hybridpipe.cli.inspect import inspect_model
 from hybridpipe.cli.main import main
-from hybridpipe.config import Config, DataConfig, Factory, TrainConfig
+from hybridpipe.config.file import Config, DataConfig, Factory, TrainConfig
 
 
 class Residual(nn.Module):

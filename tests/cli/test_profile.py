@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridpipe.cli import main
 from hybridpipe.cli.profile import circumstances, profile_model
-from hybridpipe.config import Config, DataConfig, Factory, TrainConfig
+from hybridpipe.config.file import Config, DataConfig, Factory, TrainConfig
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json
 from hybridpipe.measure import layers
@@ -83,7 +83,7 @@ def test_memory_is_kept_as_in_training():
     """Where blocks of freed memory went back, `Linear(2048, 2048)` measured 10 ms for training's 4.3."""
     program = """
 import resource, sys, torch
-from hybridpipe.config import Config, DataConfig, Factory, TrainConfig
+from hybridpipe.config.file import Config, DataConfig, Factory, TrainConfig
 from hybridpipe.cli import main
 from hybridpipe.cli.profile import profile_model
 from hybridpipe.measure import layers

@@ -200,7 +200,7 @@ def make_executors(
     mailboxes = Mailboxes()
     executors: dict[int, Executor] = {}
     barriers = [threading.Barrier(plan.num_ranks, timeout=timeout_seconds)]
-    precision = rule.precision
+    precision = rule.arithmetic
     stage_sum, array_sum = StageSum(barriers[0]), ArraySum(barriers[0])
     for group, spec in enumerate(plan.stages[: plan.num_groups]):
         held = plan.held_stages(Place(group, 0))

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.model.precision import Precision
 from hybridpipe.optim.loss_scale import INITIAL
 from hybridpipe.optim.update import UpdateRule
 from tests.engine import asynchronous_reference
@@ -83,7 +82,7 @@ def test_losses_are_those_of_one_process(kind, precision):
         edges = [0, *(stage.stop for stage in plan.stages)]
         reference = model, edges, plan.replicas, in_microbatches(data), cross_entropy, SGD, rule
         _, expected = asynchronous_reference.train(*reference, scale=scale, low=low)
-    rule_of_ours = UpdateRule(SGD, precision=Precision(precision))
+    rule_of_ours = UpdateRule(SGD, precision=precision)
     result = in_threads(plan, model, data, SIZE, cross_entropy, rule=rule_of_ours)
     gaps = [abs(a - b) / abs(b) for a, b in zip(result.losses, expected, strict=True)]
     assert max(gaps[:10]) <= LAST_BITS, gaps

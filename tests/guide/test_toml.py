@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridpipe.config import load_config
+from hybridpipe.config.file import load_config
 from tests.guide.blocks import BLOCKS, ROOT
 
 WHOLE = {"model", "data", "optimizer", "train"}  # the tables without which there is no training

@@ -68,7 +68,7 @@ HOLES = """
 import mmap, resource, sys
 import torch
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.engine import allocator
+from hybridpipe.environment import allocator
 from hybridpipe.environment.memory_limits import own_limits
 from hybridpipe.measure.memory import memory_of_ranks
 

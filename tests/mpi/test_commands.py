@@ -144,6 +144,8 @@ def test_from_measurement_to_trained_model(job, folder):
         str(folder / "small.toml"),
         "--plan",
         str(folder / "plan.json"),
+        "--set",
+        "plan.predict=true",
         "--out",
         str(out),
     )

@@ -6,7 +6,7 @@ import pytest
 
 from hybridpipe import Checkpointing
 from hybridpipe.errors import UserError
-from hybridpipe.report.notices import Notices
+from hybridpipe.notices import Notices
 from hybridpipe.training import checkpoints
 from tests.training.helpers import seeded, seeded_mlp
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.config import load_config
+from hybridpipe.config.file import load_config
 from hybridpipe.environment import num_cores
 from hybridpipe.files import read_json, write_json
 from hybridpipe.report.run import RUN_FORMAT, RunStart

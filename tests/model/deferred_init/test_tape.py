@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpipe.model.tape import CannotDefer, Tape
+from hybridpipe.model.deferred_init.tape import CannotDefer, Tape
 
 
 def noted(make) -> tuple[Tape, dict]:

@@ -10,7 +10,7 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.measure.probe import CPU
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
-from hybridpipe.training.machines import MACHINES, Machines, MachinesFile, conditions
+from hybridpipe.training.planner.machines import MACHINES, Machines, MachinesFile, conditions
 
 ONE, CLUSTER = MPI.COMM_SELF, Cluster.flat(1, 1e9, 1e-5)
 LAYER = LayerProfile("layer", 1.0, 2.0, 100, 50, 0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from hybridpipe.model.initialise import initialisers, is_on_meta
-from hybridpipe.model.tape import CannotDefer, Ref, Tape
+from hybridpipe.environment import allocator
+from hybridpipe.model.deferred_init.initialise import initialisers, is_on_meta
+from hybridpipe.model.deferred_init.tape import CannotDefer, Ref, Tape
 from hybridpipe.model.tensors import map_tensors
+from hybridpipe.notices import notices
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 Factory = Callable[[], nn.Module]
 _REMEDY = "pass the function that makes the model, in place of the model"
@@ -307,3 +312,29 @@ def _replace(model: nn.Module, made: Mapping[int, Tensor]) -> None:
 def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def build_alike(model: nn.Module | Factory, world: "MPI.Comm") -> Built:
+    """Return a module as it is, or what a function makes, without numbers where that is possible. Collective.
+
+    A module on the meta device is as one that a function makes. Where the ranks' functions do not do the
+    same, each makes its whole model, and rank 0's weights count.
+
+    Raises:
+        ValueError: a module on the meta device cannot set its tensors (`build_from_meta`).
+    """
+    if not callable(model) or (isinstance(model, nn.Module) and not is_on_meta(model)):
+        return Built(model, None)
+    with allocator.returning_freed_memory():
+        built = build_from_meta(model) if isinstance(model, nn.Module) else build(model)
+    digests = world.allgather("" if built.numbers is None else built.numbers.tape.digest())
+    if built.numbers is not None and len(set(digests)) == 1:
+        built.numbers.tape.states = world.bcast(built.numbers.tape.states)
+        return built
+    if built.numbers is not None:
+        built.numbers.fill(built.model)
+    whys = filter(None, world.allgather(built.why_whole))
+    if world.rank == 0:
+        why = next(whys, "its function does not do the same on all ranks")
+        notices.tell(f"every rank makes the whole model: {why}")
+    return Built(built.model, None)

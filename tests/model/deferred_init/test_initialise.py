@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hybridpipe.model.initialise import initialisers, is_on_meta
+from hybridpipe.model.deferred_init.initialise import initialisers, is_on_meta
 
 
 class Block(nn.Module):

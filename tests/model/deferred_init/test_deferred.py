@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.model.deferred import build, build_from_meta
+from hybridpipe.model.deferred_init.deferred import build, build_from_meta
 from tests import zoo
 
 

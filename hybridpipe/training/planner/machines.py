@@ -19,9 +19,9 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.environment import num_cores
 from hybridpipe.errors import UserError
 from hybridpipe.files import parse, read_object, write_json
+from hybridpipe.notices import notices
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.report.notices import notices
 from hybridpipe.report.words import counted
 from hybridpipe.version import __version__
 

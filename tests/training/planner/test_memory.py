@@ -7,7 +7,7 @@ from torch import nn
 from hybridpipe.environment.memory_limits import RESERVE, RankMemory
 from hybridpipe.errors import UserError
 from hybridpipe.planning.search.search import NoPlanFits
-from hybridpipe.training import planmaker
+from hybridpipe.training.planner import planner
 from tests.training.helpers import data, whole
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -29,7 +29,7 @@ def test_a_given_plan_beyond_a_given_limit_is_refused(make):
 
 
 def test_a_given_plan_beyond_a_limit_that_was_found_runs_with_a_warning(make, monkeypatch, capsys):
-    monkeypatch.setattr(planmaker, "memory_of_ranks", lambda *_: [RankMemory(10**6, 10**6, "RAM")])
+    monkeypatch.setattr(planner, "memory_of_ranks", lambda *_: [RankMemory(10**6, 10**6, "RAM")])
     trainer = make(plan=whole(), predict=True)
     trainer.train_step(*data(8)[:])
     told = capsys.readouterr().err
@@ -61,7 +61,7 @@ def test_a_checkpoints_plan_that_does_not_fit_gives_way_to_a_search(make, monkey
     limit = most - 1
     assert needs <= limit / RESERVE
     large.save(tmp_path)
-    monkeypatch.setattr(planmaker, "memory_of_ranks", lambda *_: [RankMemory(0, limit, "given")])
+    monkeypatch.setattr(planner, "memory_of_ranks", lambda *_: [RankMemory(0, limit, "given")])
     again = make(plan="auto", memory=limit)
     assert again.resume(tmp_path)[-1] == "with its plan 1, 1f1b"
     again.train_step(*data(8)[:])

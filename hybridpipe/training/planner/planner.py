@@ -1,4 +1,4 @@
-"""Planmaker: from the trainer's argument `plan` to the plan that runs, and the microbatch size. Collective.
+"""Planner: from the trainer's argument `plan` to the plan that runs, and the microbatch size. Collective.
 
 A plan by name is made from the first minibatch: the model is measured, the machines are probed, rank 0
 searches. A given plan is checked at once, and measured only for a prediction.
@@ -6,7 +6,7 @@ searches. A given plan is checked at once, and measured only for a prediction.
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -14,77 +14,42 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.collectives.backends import Usable, suited, usable
-from hybridpipe.comm.gpus import own_device, tell_shared_gpus
-from hybridpipe.comm.groups import default_num_threads, this_host
 from hybridpipe.comm.idle import measure_together
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.progress_thread import needs_progress_thread
-from hybridpipe.config import SOURCES
+from hybridpipe.config.options import Options, PlanOptions
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
-from hybridpipe.engine import allocator, consistency
+from hybridpipe.engine import consistency
+from hybridpipe.environment import allocator
 from hybridpipe.environment.memory_limits import RankMemory, bytes_for_stages
-from hybridpipe.errors import UserError, suggest, told
-from hybridpipe.files import read_cluster, read_plan
+from hybridpipe.errors import UserError, told
+from hybridpipe.files import read_cluster
 from hybridpipe.health import failure, out_of_memory
 from hybridpipe.measure.layers import Rehearsal
 from hybridpipe.measure.memory import memory_of_ranks
-from hybridpipe.model.deferred import Built, Factory, Numbers, build, build_from_meta
-from hybridpipe.model.initialise import is_on_meta
+from hybridpipe.model.deferred_init.deferred import Numbers
 from hybridpipe.model.layers import Layers, known_layers, layers_of
+from hybridpipe.notices import notices
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.checks import AUTO_SYNC
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.request import AUTO, PlanRequest
+from hybridpipe.planning.request import AUTO
 from hybridpipe.planning.schedules.generators import ceil_div
-from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.schedules.validate import validate_plan
 from hybridpipe.planning.search.search import NoPlanFits
 from hybridpipe.planning.units import memory_bytes
-from hybridpipe.report.memory import least_left, misfit, predicted_bytes
-from hybridpipe.report.notices import notices
+from hybridpipe.report.memory import least_left, misfit
 from hybridpipe.report.words import few
-from hybridpipe.training.autoplan import Choice, autoplan, measured_cluster
-from hybridpipe.training.machines import MachinesFile, conditions
+from hybridpipe.training.planner.choice import Choice, choose_on_rank_0, measured_cluster
+from hybridpipe.training.planner.machines import MachinesFile, conditions
+from hybridpipe.training.planner.memory import check_room
 from hybridpipe.types import Loss
 
-PlanLike = Plan | str | os.PathLike[str]
-ClusterLike = Cluster | str | os.PathLike[str]
 
-
-def read_given(plan: PlanLike, schedule: str) -> tuple[Plan | str, str]:
-    """Plan from a `Plan` or a path, or a name of SOURCES as it is, and its schedule.
-
-    Args:
-        schedule: the schedule that is asked for; a given plan's own takes the default's place.
-
-    Raises:
-        TypeError: the argument has another type.
-        UserError: it is no known name, or the file cannot be read.
-    """
-    given = _read(plan)
-    if isinstance(given, Plan) and schedule == DEFAULT:
-        schedule = given.schedule
-    return given, schedule
-
-
-def _read(plan: PlanLike) -> Plan | str:
-    if isinstance(plan, Plan):
-        return plan
-    if not isinstance(plan, str | os.PathLike):
-        raise TypeError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {plan!r}")
-    path = Path(plan)
-    if plan in SOURCES:
-        return str(plan)
-    if isinstance(plan, str) and not path.suffix and not path.exists():
-        hint = suggest(plan, SOURCES)
-        raise UserError(f"plan must be a Plan, the path of a plan.json or a name, got {plan!r}{hint}")
-    return read_plan(path)
-
-
-def _shareable(request: PlanRequest, model: nn.Module, rule: UpdateRule, world: MPI.Comm) -> PlanRequest:
+def _shareable(request: PlanOptions, model: nn.Module, rule: UpdateRule, world: MPI.Comm) -> PlanOptions:
     """Return the request; nothing is shared out by choice if the optimizer cannot update parts of parameters.
 
     Collective: a trial may fail on one rank alone, as for want of memory.
@@ -101,25 +66,37 @@ def _shareable(request: PlanRequest, model: nn.Module, rule: UpdateRule, world: 
     return replace(request, zero=0)
 
 
-def _say_nothing(line: str) -> None:
-    pass
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan that is ready to run.
+
+    Args:
+        choice: the reasons for it; None for a given plan without prediction.
+        microbatch_size: in samples.
+        memory: of this rank.
+        numbers: of tensors on the meta device.
+        progress_thread: True if the transport has one.
+    """
+
+    plan: Plan
+    choice: Choice | None
+    layers: Layers
+    microbatch_size: int
+    memory: RankMemory
+    numbers: Numbers | None
+    progress_thread: bool
 
 
-class PlanMaker:
+class Planner:
     """Makes the plan of one training.
 
     Args:
-        given: a plan, or a name of SOURCES.
-        request: requirements for a plan by name.
-        numbers: of the model's tensors on the meta device.
+        options: of the training; with a limit of memory a given plan is predicted, too.
+        model, numbers: the model, and the numbers of its tensors on the meta device.
         rule: optimizer and settings of updates.
+        device: of this rank.
         minibatch_size: samples of a minibatch.
         microbatch_size: samples of a microbatch; None for a default or, with "auto", the best of several.
-        cluster: an earlier measurement of the machines.
-        sync: one of BACKENDS, or AUTO_SYNC.
-        predicts: predict a given plan, too.
-        memory: the most bytes that each rank may have; a given plan is then predicted, too. None: the limits
-            that are found count.
         say: called with lines about what is measured.
 
     Raises:
@@ -129,8 +106,7 @@ class PlanMaker:
 
     def __init__(
         self,
-        given: Plan | str,
-        request: PlanRequest,
+        options: Options,
         model: nn.Module,
         numbers: Numbers | None,
         loss: Loss,
@@ -139,25 +115,23 @@ class PlanMaker:
         device: torch.device,
         minibatch_size: int,
         microbatch_size: int | None,
-        cluster: ClusterLike | None = None,
-        sync: str = AUTO_SYNC,
-        predicts: bool = False,
-        memory: int | str | None = None,
-        say: Callable[[str], None] = _say_nothing,
+        say: Callable[[str], None],
     ) -> None:
         self.numbers, self._say = numbers, say
         self.folder: Path | None = None  # where measured machines are found, and kept
+        request, given, memory = options.plan, options.given, options.plan.memory
         request = _shareable(request, model, rule, world)
         self._request, self._model, self._loss, self._rule = request, model, loss, rule
-        self._layers: Layers | None = known_layers(model, rule.precision)  # None before a recording
-        self._predicts = predicts or memory is not None
+        self._layers: Layers | None = known_layers(model, rule.arithmetic)  # None before a recording
+        self._predicts = request.predict or memory is not None
         self._memory_bytes = None if memory is None else memory_bytes("memory", memory)
         self._world, self._device, self._minibatch_size = world, device, minibatch_size
-        self._sync = sync
-        if sync != AUTO_SYNC:
+        self._sync = options.ranks.sync
+        if self._sync != AUTO_SYNC:
             _ = self.backends  # refused now if it cannot be used
         self._smaller_sizes: list[int] = []  # microbatch sizes that "auto" may also choose
         self._given, self._wanted_size = given, microbatch_size
+        cluster = options.ranks.cluster
         if isinstance(cluster, str | os.PathLike):
             cluster = read_cluster(Path(cluster))
         self._cluster = cluster
@@ -224,27 +198,6 @@ class PlanMaker:
             _ = self.backends  # Horovod's library maps 160 MB, which a kernel's limit counts
         return memory_of_ranks(self._world, self._device, self._memory_bytes, self._cluster)
 
-    def memory_for(self, plan: Plan) -> RankMemory:
-        """Return this rank's memory, once the plan fits all ranks' by its prediction. Collective.
-
-        Where it does not fit into what was found, a line says so: the user's plan may be right, and what is
-        found may change.
-
-        Raises:
-            UserError: it does not fit into the given memory.
-        """
-        line = misfit(plan, self.memory)
-        if line is not None and self._memory_bytes is not None:
-            raise UserError(f"{line}: plan 'auto' looks for one that fits")
-        if line is not None and self._world.rank == 0:
-            notices.tell(line)
-        mine = self.memory[self._world.rank]
-        needed = predicted_bytes(plan, self._world.rank)
-        out_of_memory.expect(mine, needed)
-        if self._device.type == "cpu":
-            allocator.suit(needed, mine.left_bytes)
-        return mine
-
     def prefer(self, plan: Plan, num_ranks: int | None) -> str | None:
         """Use a checkpoint's plan instead of a search, if it fits; return a line about it for the user.
 
@@ -278,7 +231,7 @@ class PlanMaker:
 
     @property
     def known_layers(self) -> Layers:
-        """The model's layers; RuntimeError before `make` if their forward must be recorded."""
+        """The model's layers; RuntimeError before `plan_for` if their forward must be recorded."""
         if self._layers is None:
             raise RuntimeError(
                 "the model's forward is recorded with the first minibatch: prepare or train first"
@@ -293,11 +246,11 @@ class PlanMaker:
         """
         if self._layers is None:
             microbatch = minibatch.inputs(0), self._loss, minibatch.targets(0)
-            layers = layers_of(self._model, *microbatch, self._rule.precision)
+            layers = layers_of(self._model, *microbatch, self._rule.arithmetic)
             if layers.why_whole and self.numbers is not None:  # perhaps for want of numbers
                 self.numbers.fill(self._model)
                 self.numbers = None
-                layers = layers_of(self._model, *microbatch, self._rule.precision)
+                layers = layers_of(self._model, *microbatch, self._rule.arithmetic)
             consistency.check_alike(self._world, {"the forward of the model": layers.path})
             self._layers = layers
             settings = layers.settings if self._world.rank == 0 else None
@@ -306,17 +259,34 @@ class PlanMaker:
                 notices.tell(f"{what}: {few(names, ', ')}")
         return self._layers
 
-    def make(self, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
-        """Make the plan; also return the choice behind it, or None for a given plan without prediction.
-
-        Collective.
+    def plan_for(self, minibatch: Minibatch | None) -> Planned:
+        """Make the plan, once it fits the memory of all ranks by its prediction. Collective.
 
         Args:
-            minibatch: the first one, whose first microbatch is measured.
+            minibatch: the first one, whose first microbatch is measured; None unless the planner `waits`.
 
         Raises:
             ValueError: the given plan does not fit the layers, or no plan is found.
+            UserError: the plan does not fit into the given memory.
         """
+        plan, choice = (self._given, None) if minibatch is None else self._made(minibatch)
+        assert isinstance(plan, Plan)
+        plan = self.with_sync(plan)
+        if choice is not None:
+            choice = replace(choice, plan=plan)
+        self.known_layers.check_plan(plan)
+        memory = check_room(plan, self.memory, self._world.rank, self._device, self._memory_bytes is not None)
+        return Planned(
+            plan=plan,
+            choice=choice,
+            layers=self.known_layers,
+            microbatch_size=self.microbatch_size,
+            memory=memory,
+            numbers=self.numbers,
+            progress_thread=self.progress_thread,
+        )
+
+    def _made(self, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
         layers = self._layers_of(minibatch)
         if isinstance(self._given, Plan):
             layers.check_plan(self._given)
@@ -350,7 +320,7 @@ class PlanMaker:
             del work  # with the copy of the model, whose memory the search counts as free
             cluster = replace(machines, memory_bytes=bytes_for_stages(self.memory))
             count = ceil_div(self._minibatch_size, self.microbatch_size)
-            choice = autoplan(self._given, self._world, profile, cluster, count, self._request)
+            choice = choose_on_rank_0(self._given, self._world, profile, cluster, count, self._request)
         except NoPlanFits as error:  # the same on every rank
             raise NoPlanFits(f"{error}\n{least_left(self.memory)}") from None
         except ValueError as error:  # this, too
@@ -415,8 +385,7 @@ class PlanMaker:
 
     def _conditions(self, profile: ModelProfile | None = None) -> dict[str, str]:
         """Describe what a measurement depends on. Collective."""
-        precision = self._rule.precision.name
-        return conditions(self._world, self._device, self._model, precision, profile)
+        return conditions(self._world, self._device, self._model, self._rule.precision, profile)
 
     def _as_before(self, layers: Layers, minibatch: Minibatch) -> ModelProfile | None:
         """Return the model, and take the machines, as the resumed training has measured them. Collective.
@@ -460,39 +429,3 @@ class PlanMaker:
         if known is None and file is not None and self._world.rank == 0:
             file.write(cluster, profile)
         return cluster.compressing(self._rule.compression, profile.dtype)
-
-
-def build_model(model: nn.Module | Factory, world: MPI.Comm) -> Built:
-    """Return a module as it is, or what a function makes, without numbers where that is possible. Collective.
-
-    A module on the meta device is as one that a function makes. Where the ranks' functions do not do the
-    same, each makes its whole model, and rank 0's weights count.
-
-    Raises:
-        ValueError: a module on the meta device cannot set its tensors (`build_from_meta`).
-    """
-    if not callable(model) or (isinstance(model, nn.Module) and not is_on_meta(model)):
-        return Built(model, None)
-    with allocator.returning_freed_memory():
-        built = build_from_meta(model) if isinstance(model, nn.Module) else build(model)
-    digests = world.allgather("" if built.numbers is None else built.numbers.tape.digest())
-    if built.numbers is not None and len(set(digests)) == 1:
-        built.numbers.tape.states = world.bcast(built.numbers.tape.states)
-        return built
-    if built.numbers is not None:
-        built.numbers.fill(built.model)
-    whys = filter(None, world.allgather(built.why_whole))
-    if world.rank == 0:
-        why = next(whys, "its function does not do the same on all ranks")
-        notices.tell(f"every rank makes the whole model: {why}")
-    return Built(built.model, None)
-
-
-def device_with_threads(world: MPI.Comm, device: torch.device | str | None) -> torch.device:
-    """Choose this rank's device, and set its compute threads unless the user has. Collective."""
-    chosen = own_device(world, device)
-    tell_shared_gpus(world, chosen)
-    num_threads = default_num_threads(this_host(world))
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    return chosen

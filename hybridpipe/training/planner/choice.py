@@ -1,4 +1,4 @@
-"""Autoplan: the choice of a plan by name, from a model's profile and a measurement of the machines.
+"""Choice: the choice of a plan by name, from a model's profile and a measurement of the machines.
 
 All ranks probe, rank 0 decides. Invariant: every rank gets the same plan, or raises the same error.
 """
@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hybridpipe.comm.status import rank_status
-from hybridpipe.config import SOURCES
+from hybridpipe.config.options import SOURCES
 from hybridpipe.measure.probe import CPU, probe
+from hybridpipe.notices import notices
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
@@ -26,7 +27,6 @@ from hybridpipe.planning.search.search import (
 )
 from hybridpipe.planning.search.variants import fitted
 from hybridpipe.planning.simulator.predict import predict
-from hybridpipe.report.notices import notices
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,7 @@ def measured_cluster(
     return cluster
 
 
-def autoplan(
+def choose_on_rank_0(
     plan: Plan | str,
     world: "MPI.Comm",
     profile: ModelProfile,

@@ -12,7 +12,7 @@ import pytest
 
 PROGRAM = """
 import resource, torch
-from hybridpipe.engine.allocator import keep_freed_memory
+from hybridpipe.environment.allocator import keep_freed_memory
 
 def faults(repeats):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -36,7 +36,7 @@ def test_freed_memory_is_used_again(mebibytes):
 
 SUITED = """
 import torch
-from hybridpipe.engine import allocator
+from hybridpipe.environment import allocator
 from hybridpipe.environment.memory_limits import resident_bytes
 
 allocator.keep_freed_memory()
@@ -61,7 +61,7 @@ def test_freed_memory_is_kept_where_there_is_room_for_twice_what_is_needed(neede
 
 HOLES = """
 import torch
-from hybridpipe.engine.allocator import keep_freed_memory, returning_freed_memory
+from hybridpipe.environment.allocator import keep_freed_memory, returning_freed_memory
 from hybridpipe.environment.memory_limits import resident_bytes
 
 def grown():

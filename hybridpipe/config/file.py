@@ -5,7 +5,6 @@ text, `Config.check` imports the factories and checks their arguments.
 """
 
 import inspect
-import math
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -15,24 +14,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from hybridpipe.config.options import SOURCES, PlanOptions, UpdateOptions
 from hybridpipe.errors import REMEDIES, UserError, suggest
 from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import (
     AUTO_SYNC,
     BACKENDS,
-    NO_COMPRESSION,
-    ON_NONFINITE,
-    PRECISIONS,
     non_negative_int,
     one_of,
     positive,
     positive_int,
 )
-from hybridpipe.planning.cluster import check_compression
-from hybridpipe.planning.request import AUTO, PlanRequest
-from hybridpipe.planning.units import memory_bytes
 
-SOURCES = (AUTO, "dp", "straight")
 LOGGERS = ("csv", "tensorboard", "mlflow")
 
 
@@ -161,9 +154,9 @@ class DataConfig(Factory):
         return self._bind((), self.args | self.validation_args, "validation_args")
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """The training loop. Fields that are not listed here are those of `Trainer` and `Trainer.fit`.
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(UpdateOptions):
+    """The training loop. Fields that are not listed here are those of `Trainer.fit`.
 
     Args:
         minibatch: samples of a minibatch.
@@ -180,17 +173,11 @@ class TrainConfig:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
-    clip_grad_norm: float | None = None
-    scale_learning_rate: bool = True
-    delay_warm_up: int = 0
-    precision: str = "fp32"
-    compression: str = NO_COMPRESSION
-    on_nonfinite: str = "stop"
-    optimizer_per_stage: bool = False
     target_accuracy: float | None = None
     target_loss: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive_int("minibatch", self.minibatch)
         if self.microbatch is not None:
             positive_int("microbatch", self.microbatch)
@@ -200,12 +187,6 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 positive_int(name, getattr(self, name))
         non_negative_int("seed", self.seed)
-        if self.clip_grad_norm is not None and self.clip_grad_norm != math.inf:  # that only measures it
-            positive("clip_grad_norm", self.clip_grad_norm)
-        non_negative_int("delay_warm_up", self.delay_warm_up)
-        one_of("precision", self.precision, PRECISIONS)
-        check_compression(self.compression)
-        one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         if self.target_accuracy is not None:
             positive("target_accuracy", self.target_accuracy)
             if self.target_accuracy > 1:
@@ -217,34 +198,6 @@ class TrainConfig:
     def most_epochs(self) -> int:
         """Number of epochs after which the training ends at the latest."""
         return self.epochs or self.max_steps or 1  # an epoch has a minibatch at least
-
-
-@dataclass(frozen=True)
-class PlanConfig(PlanRequest):
-    """The source of the plan, and the request that a searched plan has to meet.
-
-    Args:
-        source: one of `SOURCES`, or a plan.json, which determines everything else.
-        predict: measure model and machines also for a plan.json. That takes seconds at each start; without it
-            no prediction is shown beside the measured times.
-        memory: the most bytes that each rank may have (`Trainer`).
-    """
-
-    source: str = "auto"
-    predict: bool = True
-    memory: int | str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.source not in SOURCES and not self.source.endswith(".json"):
-            raise ValueError(f"source must be {', '.join(SOURCES)} or a .json file, got {self.source!r}")
-        if self.memory is not None:
-            memory_bytes("memory", self.memory)
-
-    @property
-    def request(self) -> dict[str, Any]:
-        """The request as keyword arguments of `Trainer`."""
-        return {field.name: getattr(self, field.name) for field in fields(PlanRequest)}
 
 
 @dataclass(frozen=True)
@@ -318,7 +271,7 @@ class Config:
     train: TrainConfig
     loss: Factory = field(default_factory=lambda: Factory("torch.nn:CrossEntropyLoss"))
     lr_scheduler: Factory | None = None
-    plan: PlanConfig = PlanConfig()
+    plan: PlanOptions = PlanOptions()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     callbacks: tuple[Factory, ...] = ()

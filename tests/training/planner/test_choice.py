@@ -7,7 +7,7 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.profile import LayerProfile, Measurement, ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.search import NoPlanFits, fits
-from hybridpipe.training.autoplan import choose
+from hybridpipe.training.planner.choice import choose
 
 LAYER = LayerProfile("layer", 1e-2, 2e-2, 10**7, 10**5, 10**5)
 PROFILE, CLUSTER = ModelProfile((LAYER,) * 8, samples=2), Cluster.flat(4, 1e8, 1e-5)

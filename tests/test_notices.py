@@ -1,4 +1,4 @@
-from hybridpipe.report.notices import KEPT, Notices
+from hybridpipe.notices import KEPT, Notices
 
 
 def test_a_notice_is_printed_at_once_and_kept(capsys):

@@ -1,0 +1,1 @@
+"""Config: what the user asks for: the TOML file, and the options that it shares with `Trainer`."""
