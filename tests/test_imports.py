@@ -14,6 +14,7 @@ ORDER = [
     "callbacks",
     "training",
     "launch",
+    "install",
     "checkpoint",
     "measure",
     "engine",

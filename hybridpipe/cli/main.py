@@ -115,7 +115,7 @@ def _setup(options: argparse.Namespace) -> int:
     for name in ("torch", "mpi4py"):
         if find_spec(name) is None:
             raise ModuleNotFoundError(name=name)
-    script = Path(__file__).parents[1] / "launch/setup.sh"
+    script = Path(__file__).parents[1] / "install/setup.sh"
     words = {"--horovod": options.horovod, "--cuda": options.cuda, "--from": options.bundle}
     given = [word for name, value in words.items() if value is not None for word in (name, value)]
     os.execvp("bash", ["bash", str(script), sys.executable, *given])

@@ -15,10 +15,10 @@ from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse, read_cluster, read_json, read_object, read_plan, read_profile, write_text
 from hybridpipe.notices import notices
 from hybridpipe.planning.timeline import Timeline, from_chrome_trace
-from hybridpipe.report.compare_page import compare_page
-from hybridpipe.report.html import render
+from hybridpipe.report.page.compare_page import compare_page
+from hybridpipe.report.page.html import render
+from hybridpipe.report.page.run_page import run_page
 from hybridpipe.report.run import FILES, RUN_FORMAT, Comparison, Record, Run, RunStart, Summary
-from hybridpipe.report.run_page import run_page
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from hybridpipe.planning.units import duration, size
 from hybridpipe.report import cluster as machines
-from hybridpipe.report.html import Figure
 from hybridpipe.report.learning import best_epoch
+from hybridpipe.report.page.html import Figure
 from hybridpipe.report.run import Run, Summary
 from hybridpipe.report.words import counted, ranges
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from hybridpipe.planning.units import duration
-from hybridpipe.report.curves import Chart, Point, Series, chart
+from hybridpipe.report.page.curves import Chart, Point, Series, chart
 from hybridpipe.report.run import Epoch, Run
 
 OUTLIER = 3.0  # times the median: a longer minibatch would press the others of a chart to its ground

@@ -78,8 +78,8 @@ def _script_of_launch(name: str) -> Callable[[Words], None]:
             path.read_text()
             for path in (
                 ROOT / name,
-                ROOT / "hybridpipe/launch/setup.sh",
-                ROOT / "hybridpipe/launch/bundle.py",
+                ROOT / "hybridpipe/install/setup.sh",
+                ROOT / "hybridpipe/install/bundle.py",
             )
         )
         for option in (word for word in given if word.startswith("-")):

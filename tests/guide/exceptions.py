@@ -17,7 +17,7 @@ BLOCKS = {
 COMMANDS = {
     "git clone <this repository>": "its address is the reader's",
     "cd hybridpipe": "goes with git clone",
-    ". .venv/bin/activate": "launch/setup has made it: tests/launch/test_setup.py",
+    ". .venv/bin/activate": "launch/setup has made it: tests/install/test_setup.py",
     "tensorboard --logdir runs": "a server that stays; tests/callbacks/test_loggers.py reads its files",
     "unshare -rn ": "needs a kernel that lets users make name spaces",
     "sort -u": "of the shell",

@@ -47,7 +47,7 @@ take_option() {  # take_option NAME VALUE: one of the options that launch/setup 
 
 check_bundle() {  # check_bundle PYTHON EXTRAS [--bare]: does --from have all that this Python on this machine needs
   [ "$from" ] || return 0
-  PYTHONPATH=$scripts/../..${PYTHONPATH:+:$PYTHONPATH} "$1" -B -m hybridpipe.launch.bundle check "$from" ${2:+--extras "$2"} ${3:-} ||
+  PYTHONPATH=$scripts/../..${PYTHONPATH:+:$PYTHONPATH} "$1" -B -m hybridpipe.install.bundle check "$from" ${2:+--extras "$2"} ${3:-} ||
     exit 2
   # pip and the pips that it starts then look nowhere else. As an address: pip splits a path at its spaces.
   export PIP_CONFIG_FILE=/dev/null PIP_NO_INDEX=1

@@ -19,7 +19,7 @@ from email.parser import Parser
 from pathlib import Path
 
 from hybridpipe.errors import UserError
-from hybridpipe.launch.bundle import (
+from hybridpipe.install.bundle import (
     FORMAT,
     LEGACY,
     MANIFEST,

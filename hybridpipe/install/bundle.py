@@ -240,10 +240,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.command == "check":
             check(options.folder, options.extras, options.bare)
             return 0
-        print(
-            f"bundle: downloading for Python {options.python}, {options.platform} ...", file=sys.stderr
-        )
-        from hybridpipe.launch.download import make
+        print(f"bundle: downloading for Python {options.python}, {options.platform} ...", file=sys.stderr)
+        from hybridpipe.install.download import make
 
         found = make(options)
     except UserError as error:

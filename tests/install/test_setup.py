@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from hybridpipe.launch import bundle
+from hybridpipe.install import bundle
 
 REPOSITORY = Path(__file__).parents[2]
 SETUP_WRITES = [REPOSITORY / ".venv" / f"hybridpipe-setup.{suffix}" for suffix in ("log", "stamps")]
-PACKAGED = "hybridpipe/launch/setup.sh"  # what `hybridpipe setup` runs
+PACKAGED = "hybridpipe/install/setup.sh"  # what `hybridpipe setup` runs
 READ = [
     "pyproject.toml",
     "launch/setup",
     *(f"hybridpipe/{name}.py" for name in ("__init__", "errors", "version")),
 ]
 READ += [
-    f"hybridpipe/launch/{name}"
+    f"hybridpipe/install/{name}"
     for name in ("setup.sh", "horovod.sh", "horovod.txt", "__init__.py", "bundle.py")
 ]
 REQUIRED = ("--horovod", "required")
@@ -402,7 +402,7 @@ def test_the_command_refuses_in_the_same_words(machine, missing, message):
 
 def horovod_sh(words, **env):
     """Run functions of horovod.sh, beside a Python whose pip has no index."""
-    script = f"scripts={REPOSITORY}; . {REPOSITORY}/hybridpipe/launch/horovod.sh; {words}"
+    script = f"scripts={REPOSITORY}; . {REPOSITORY}/hybridpipe/install/horovod.sh; {words}"
     env = {"PATH": os.environ["PATH"], "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull} | env
     return subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridpipe.errors import UserError
-from hybridpipe.launch import bundle, download
+from hybridpipe.install import bundle, download
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 OTHER_PYTHON = "3.12" if PYTHON == "3.11" else "3.11"
@@ -202,7 +202,7 @@ def offline():
 def install(made, offline, tmp_path, package):
     """Install a package as set-up does; pip and what it starts see what check_bundle has exported."""
     code = f"""
-        python={sys.executable} here=yes start=$PWD; . hybridpipe/launch/setup.sh
+        python={sys.executable} here=yes start=$PWD; . hybridpipe/install/setup.sh
         take_option --from '{made()}'; check_bundle $python
         $python -m pip install --target {tmp_path}/site {package}"""
     env = {**os.environ, "PIP_INDEX_URL": "https://nowhere.invalid/simple"}
@@ -266,6 +266,6 @@ def test_a_cluster_without_a_network_sets_up_and_trains(offline, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
     job = [python, "-m", "hybridpipe.launch.mpirun", "2", "--", python]
     checked = alone(*job, "-m", "hybridpipe", "doctor")
-    assert checked.returncode == 0 and "Horovod averaged over 2 ranks" in checked.stdout, checked.stdout
+    assert checked.returncode == 0 and "horovod and mpi averaged over 2 ranks" in checked.stdout, checked.stdout
     trained = alone(*job, str(tmp_path / "train.py"))
     assert trained.returncode == 0 and trained.stdout.count("loss") == 2, trained.stderr

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from hybridpipe.report.folder import read_run
-from hybridpipe.report.html import render
+from hybridpipe.report.page.html import render
+from hybridpipe.report.page.run_page import run_page
 from hybridpipe.report.run import Run
-from hybridpipe.report.run_page import run_page
 from tests.report.made import EVIL, make_run
 from tests.report.pages import Tree
 

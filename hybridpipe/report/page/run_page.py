@@ -11,13 +11,13 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.units import duration, size
 from hybridpipe.report import cluster as machines
 from hybridpipe.report import learning
-from hybridpipe.report.html import Block, Charts, Lines, Listing, Page, Section, Table
 from hybridpipe.report.key_figures import figures, memory_limit, warnings
 from hybridpipe.report.memory import memory_rows
+from hybridpipe.report.page.bar_charts import Strip, Strips, stack, timelines
+from hybridpipe.report.page.html import Block, Charts, Lines, Listing, Page, Section, Table
 from hybridpipe.report.rank_time import TRACED
 from hybridpipe.report.run import FILES, Run, Summary
 from hybridpipe.report.settings import toml_text
-from hybridpipe.report.strips import Strip, Strips, stack, timelines
 from hybridpipe.report.tables import LEGEND, explanation
 from hybridpipe.report.words import counted, ranges, spell
 

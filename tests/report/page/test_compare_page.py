@@ -1,7 +1,7 @@
 from pytest import approx
 
-from hybridpipe.report.compare_page import compare_page
-from hybridpipe.report.html import render
+from hybridpipe.report.page.compare_page import compare_page
+from hybridpipe.report.page.html import render
 from hybridpipe.report.run import Comparison, Record, Run, Summary
 from tests.report.made import EVIL
 from tests.report.pages import Tree

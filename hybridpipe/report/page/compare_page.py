@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import accumulate
 
-from hybridpipe.report.curves import Point, Series, chart
-from hybridpipe.report.html import Block, Charts, Figure, Page, Section, Table
+from hybridpipe.report.page.bar_charts import Strips, stack
+from hybridpipe.report.page.curves import Point, Series, chart
+from hybridpipe.report.page.html import Block, Charts, Figure, Page, Section, Table
 from hybridpipe.report.run import Comparison, Run
-from hybridpipe.report.strips import Strips, stack
 from hybridpipe.report.tables import compare_legend, compare_rows, reference_of
 from hybridpipe.report.words import counted
 

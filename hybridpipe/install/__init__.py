@@ -1,0 +1,1 @@
+"""Installing: the environment of `launch/setup`, and bundles for machines without a network."""

@@ -1,0 +1,1 @@
+"""The page of a run or of a comparison, report.html: its sections, charts and HTML."""
