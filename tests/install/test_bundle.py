@@ -266,6 +266,7 @@ def test_a_cluster_without_a_network_sets_up_and_trains(offline, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
     job = [python, "-m", "hybridpipe.launch.mpirun", "2", "--", python]
     checked = alone(*job, "-m", "hybridpipe", "doctor")
-    assert checked.returncode == 0 and "horovod and mpi averaged over 2 ranks" in checked.stdout, checked.stdout
+    assert checked.returncode == 0, checked.stdout
+    assert "horovod and mpi averaged over 2 ranks" in checked.stdout, checked.stdout
     trained = alone(*job, str(tmp_path / "train.py"))
     assert trained.returncode == 0 and trained.stdout.count("loss") == 2, trained.stderr
