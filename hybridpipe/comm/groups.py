@@ -6,7 +6,7 @@ Invariant: a blocking call of a `WatchedComm` is entered in `status`, where the 
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -16,25 +16,28 @@ from hybridpipe.environment import cores
 from hybridpipe.planning.plan import Place, Plan
 
 
+AXES = ("replica",)  # of `Place`, along which ranks compute together; stages send point to point
+
+
 class Communicators(NamedTuple):
     """The communicators of one rank.
 
     Args:
         control: all ranks, for losses, plans and state.
         peers: all ranks, for activations and gradients between stages.
-        replicas: the ranks of one stage, ordered by rank, so that Horovod's ring visits each host once; None
-            on an unused rank.
         used: the ranks that the plan uses; None on the others.
+        along: by the name of an axis of `Place`, the ranks whose places differ in it only, ordered by rank,
+            so that Horovod's ring visits each host once; empty on an unused rank.
     """
 
     control: "WatchedComm"
     peers: MPI.Comm
-    replicas: "WatchedComm | None"
     used: "WatchedComm | None"
+    along: Mapping[str, "WatchedComm"]
 
     def free(self) -> None:
         """Free the communicators. Collective."""
-        for communicator in self:
+        for communicator in (self.control, self.peers, self.used, *self.along.values()):
             if communicator is not None:
                 communicator.Free()
 
@@ -77,13 +80,20 @@ def communicators(world: MPI.Comm, plan: Plan) -> Communicators:
 
 def _split(world: MPI.Comm, plan: Plan) -> Communicators:
     place = plan.place(world.rank)
-    at = Place(MPI.UNDEFINED, 0) if place is None else place
-    replicas = world.Split(color=at.stage, key=world.rank)
-    used = world.Split(color=MPI.UNDEFINED if place is None else 0, key=world.rank)
-    control = WatchedComm(world.Dup(), world)
-    if place is None:
-        return Communicators(control, world.Dup(), None, None)
-    return Communicators(control, world.Dup(), WatchedComm(replicas, world), WatchedComm(used, world))
+
+    def of_those(where: Place | None) -> WatchedComm | None:
+        """Return the ranks that give the same place; None on those that give none."""
+        first = world.allgather(where).index(where)
+        made = world.Split(color=MPI.UNDEFINED if where is None else first, key=world.rank)
+        return None if where is None else WatchedComm(made, world)
+
+    along = {axis: of_those(place and place._replace(**{axis: 0})) for axis in AXES}
+    return Communicators(
+        control=WatchedComm(world.Dup(), world),
+        peers=world.Dup(),
+        used=of_those(place and Place(0, 0)),
+        along={axis: made for axis, made in along.items() if made is not None},
+    )
 
 
 class Host(NamedTuple):

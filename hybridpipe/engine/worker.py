@@ -99,7 +99,7 @@ class Worker:
         self._forward_program = lru_cache(maxsize=8)(self._make_forward_program)
 
     def _build_executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
-        plan, place, replicas = self.plan, self.place, self.communicators.replicas
+        plan, place, replicas = self.plan, self.place, self.communicators.along.get("replica")
         if place is None or replicas is None:
             self._refuse(None)
             return Executor(plan, None, self.lanes, [], [], None, Update(None))
@@ -232,7 +232,7 @@ class Worker:
         Those are all ranks that the plan uses under a synchronous schedule, and the stage's replicas under an
         asynchronous one.
         """
-        together = self.communicators.replicas if self.plan.is_asynchronous else self.communicators.used
+        together = self.communicators.along["replica"] if self.plan.is_asynchronous else self.communicators.used
         assert together is not None
         if together.size > 1:
             request = together.Iallreduce(MPI.IN_PLACE, numbers, op=op)
@@ -432,7 +432,7 @@ class Worker:
 
         In training each replica's statistics come from its own microbatches only.
         """
-        replicas = self.communicators.replicas
+        replicas = self.communicators.along.get("replica")
         if replicas is None or replicas.size == 1:
             return
 

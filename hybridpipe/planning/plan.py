@@ -21,10 +21,17 @@ SPLIT_OPTIONS = {"in_flight": positive_int, "weight_lag": non_negative_int}
 
 
 class Place(NamedTuple):
-    """The place of a rank: the stage that it holds, and its number among the stage's replicas."""
+    """The place of a rank: its index along each axis.
+
+    Args:
+        stage: the first stage that it holds.
+        replica: its number among the stage's replicas.
+        shard: the part of its layers that it computes; 0 where layers are whole.
+    """
 
     stage: int
     replica: int
+    shard: int = 0
 
 
 @dataclass(frozen=True, slots=True)
