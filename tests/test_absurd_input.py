@@ -48,7 +48,6 @@ PLAN = "plan --profile p.json --cluster c.json"
     "command, told",
     [
         (f"{PLAN} --minibatch {BIG}", f"--minibatch: must be an integer <= {2**53}, got '{BIG}'"),
-        (f"{PLAN} --search {BIG}", "--search: must be an integer <= "),
         (f"{PLAN} --ranks {BIG}", f"--ranks: must be an integer <= {MAX_RANKS}, got"),
         (f"{PLAN} --memory {'9' * 5000}", "--memory: must be such as 2GB, 512MiB"),
         (f"{PLAN} --out .", ".: cannot be written: it exists and is no regular file"),

@@ -77,7 +77,7 @@ def test_planning_and_reports_need_few_packages(command, tmp_path):
     succeeded(command("profile", "--from-pipedream", "graph.txt", "--samples", 4))
     succeeded(command("probe", "--flat", 2, "--bandwidth", "1Gbit"))
     files = "--profile", "profile.json", "--cluster", "cluster.json"
-    assert "1f1b" in succeeded(command("plan", *files, "--out", "plan.json", "--search", 5))
+    assert "1f1b" in succeeded(command("plan", *files, "--out", "plan.json"))
     predicted = succeeded(command("simulate", *files, "--plan", "plan.json", "--json", "--plot", "plan.svg"))
     assert json.loads(predicted)["minibatch_seconds"] > 0
     what_if = command("simulate", *files, "--plan", "plan.json", "--ranks", 4, "--bandwidth", "10Gbit")

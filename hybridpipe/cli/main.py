@@ -11,7 +11,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
@@ -197,7 +197,6 @@ def _probe(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from hybridpipe.files import read_cluster, read_profile, write_json
-    from hybridpipe.planning.search.anneal import anneal_candidates
     from hybridpipe.planning.search.search import search_sizes
     from hybridpipe.report.tables import explain
 
@@ -213,11 +212,6 @@ def _plan(options: argparse.Namespace) -> int:
     request = _request(options)
     try:
         found = search_sizes(profile, cluster, minibatch, request, ranks)
-        if options.search:
-            with _search_bar(options.search) as note:
-                found = anneal_candidates(
-                    found, profile, cluster, options.search, request, ranks, on_progress=note
-                )
     except ValueError as error:
         raise UserError(f"plan: {error}") from None
     best = found[0]
@@ -228,18 +222,6 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         print(explain(best.plan, found, profile.scaled_to(best.samples), cluster, ranks))
     return 0
-
-
-@contextmanager
-def _search_bar(num_plans: int) -> Iterator[Callable[[], object] | None]:
-    """Show a progress bar if tqdm is installed. Yields the function to call after each plan, else None."""
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError:
-        yield None
-        return
-    with tqdm(total=num_plans, desc="search", unit="plan", disable=None) as bar:
-        yield bar.update
 
 
 def _request(options: argparse.Namespace) -> "PlanRequest":

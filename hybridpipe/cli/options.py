@@ -154,9 +154,6 @@ def add_plan(command: Command) -> None:
     plan.add_argument(
         "--max-in-flight", type=positive, metavar="N", help="the most microbatches that a rank stashes"
     )
-    plan.add_argument(
-        "--search", type=positive, default=0, metavar="N", help="simulate N more plans around the best one"
-    )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--out", type=Path)
 

@@ -15,7 +15,6 @@ from hybridpipe.comm.status import rank_status
 from hybridpipe.environment import cores
 from hybridpipe.planning.plan import Place, Plan
 
-
 AXES = ("replica",)  # of `Place`, along which ranks compute together; stages send point to point
 
 

@@ -232,7 +232,8 @@ class Worker:
         Those are all ranks that the plan uses under a synchronous schedule, and the stage's replicas under an
         asynchronous one.
         """
-        together = self.communicators.along["replica"] if self.plan.is_asynchronous else self.communicators.used
+        those = self.communicators
+        together = those.along["replica"] if self.plan.is_asynchronous else those.used
         assert together is not None
         if together.size > 1:
             request = together.Iallreduce(MPI.IN_PLACE, numbers, op=op)

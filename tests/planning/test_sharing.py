@@ -12,7 +12,6 @@ from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Place, Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile, SharedParameter
 from hybridpipe.planning.schedules.instructions import AllReduce
-from hybridpipe.planning.search.anneal import anneal
 from hybridpipe.planning.search.search import fits, straight
 from hybridpipe.planning.sharing import counted_bytes, exchanged_bytes, may_run, peers_of
 from hybridpipe.planning.simulator.predict import predict
@@ -121,8 +120,6 @@ def test_asynchronous_plans_never_separate_the_holders(schedule):
     assert any({2, 3} & {stage.stop for stage in each.plan.stages} for each in free)
     line = straight(profile, NET, 4, count, schedule)
     assert line is not None and line.num_stages > 1 and may_run(profile, line)
-    best = anneal(found[0].plan, profile, NET, evaluations=40, schedules=[schedule])
-    assert may_run(profile, best)
 
 
 def test_what_is_not_separable_stays_in_one_stage_under_every_schedule():

@@ -181,9 +181,7 @@ def test_plan_writes_what_it_says(files, capsys):
 
 def test_plan_takes_its_options(files, capsys):
     _, plan = files
-    assert (
-        plan("--ranks", "2", "--minibatch", "32", "--search", "20", "--recompute", "--memory", "100000") == 0
-    )
+    assert plan("--ranks", "2", "--minibatch", "32", "--recompute", "--memory", "100000") == 0
     text = capsys.readouterr().out
     assert "of 2 ranks, 1f1b, 8 microbatches of 4 samples" in text and "of 100 kB" in text
     assert plan("--schedule", "pipedream") == 0
@@ -195,7 +193,7 @@ def test_plan_takes_its_options(files, capsys):
 
 def test_plan_chooses_the_schedule(files, capsys):
     _, plan = files
-    assert plan("--schedule", "auto", "--search", "5") == 0
+    assert plan("--schedule", "auto") == 0
     text = capsys.readouterr().out
     assert "interleaved-1f1b" in text and "zero-bubble" in text and "pipedream" not in text
     assert plan("--schedule", "auto", "--asynchronous") == 0

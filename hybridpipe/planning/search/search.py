@@ -5,7 +5,6 @@
 3. `refine` simulates neighbours of the best.
 4. The plans for fewer ranks compete, too: for every number up to `EVERY_NUMBER`, for powers of two above,
    unless so few ranks could not compute as fast.
-5. `anneal` continues from the best if it is asked to.
 
 Under a memory limit the plans of the same search without one compete where they fit. Invariants: only plans
 that fit into memory are returned; where none does, `NoPlanFits` says by how much and names a remedy. No plan
@@ -333,7 +332,7 @@ def _estimates(problem: Problem, plan: Plan) -> Estimates:
 def _judged(problem: Problem, origin: str, plan: Plan, best: float) -> Candidate | None:
     """Return a plan that fits, with its prediction; None if it is far behind the best."""
     profile, cluster = problem.profile, problem.cluster
-    if best < math.inf and any(least > best * (1 + TIE) for least in least_seconds(plan, profile, cluster)):
+    if best < math.inf and least_seconds(plan, profile, cluster) > best * (1 + TIE):
         return None
     predicted = with_prediction(plan, profile, cluster, FAR * best)
     candidate = Candidate(origin, predicted, profile.samples)

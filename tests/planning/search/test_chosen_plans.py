@@ -13,7 +13,6 @@ from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
-from hybridpipe.planning.search.anneal import anneal
 from hybridpipe.planning.search.interleave import interleaved_plans
 from tests.planning.helpers import layer, model, partition, search
 
@@ -27,7 +26,6 @@ NODES = Cluster(
     message_seconds=1e-4,
     overlap=0.8,
 )
-EITHER = PlanRequest(recompute=True).variants
 ROW = Cluster((Level("node", 8, 4e9, 1e-5), Level("network", 48, 1e9, 1e-4, 2e9)))
 
 
@@ -73,16 +71,6 @@ def of_groups() -> list[str]:
     return [told(plan) for plan in interleaved_plans(network(24), ROW, 16, request, range(16))[:12]]
 
 
-def of_annealing(schedule: str) -> list[str]:
-    profile = network(9)
-    start = Plan.data_parallel(9, 4, 12, schedule)
-    schedules = ("1f1b", "gpipe", "zero-bubble")
-    return [
-        told(anneal(start, profile, NODES, evaluations=120, seed=seed, variants=EITHER, schedules=schedules))
-        for seed in range(4)
-    ]
-
-
 CHOSEN = {
     "search 1f1b": lambda: of_search("1f1b", recompute=True),
     "search zero-bubble": lambda: of_search("zero-bubble"),
@@ -92,7 +80,6 @@ CHOSEN = {
     "line 1f1b": lambda: of_a_long_line("1f1b"),
     "line pipedream": lambda: of_a_long_line("pipedream"),
     "groups": of_groups,
-    "annealing gpipe": lambda: of_annealing("gpipe"),
 }
 
 

@@ -245,7 +245,7 @@ def test_under_a_limit_no_straight_pipeline_is_faster(schedule, count):
 
 
 def test_a_rank_of_many_stages_has_few_choices():
-    """All of 16 chunks would be 65,536, of which annealing asks for each neighbour."""
+    """All of 16 chunks would be 65,536."""
     assert len(variants._choices(EITHER, 4)) == 16
     many = variants._choices(EITHER, 16)
     assert len(many) == 17 and many[0] == EITHER[:1] * 16 and many[-1] == EITHER[-1:] * 16
