@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 LOG = ROOT / "docs/log"  # tells of what is gone
 PAGES = {
     str(path.relative_to(ROOT)): path
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for path in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
     if LOG not in path.parents
 }
 WIDTH = 100
