@@ -1,4 +1,7 @@
-"""Docstrings of the package: a first sentence that names the thing. ruff asks for those of public names."""
+"""Prose of docstrings and pages: first sentences name the thing, and no text has a banned phrase.
+
+ruff asks for docstrings of public names. Pages are those of `test_documents.py`, without the log.
+"""
 
 import ast
 import importlib.util
@@ -7,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.test_documents import PAGES
 
 PACKAGE = Path(importlib.util.find_spec("hybridpipe").origin).parent
 SOURCES = {str(path.relative_to(PACKAGE.parent)): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -65,6 +70,86 @@ def offenders(path: str, source: str) -> list[str]:
         for name, node in things(ast.parse(source))
         if (docstring := ast.get_docstring(node)) and (rule := mistake(docstring))
     ]
+
+
+# Phrases of no field, or of another meaning in this one, and what to write instead.
+PHRASES = {
+    r"\bso many\b": "as many, that many, or the count's name",
+    r"\banew\b(?!:)": "again, or from the beginning",
+    r"\bshar(?:e|es|ed|ing)(?:[- ](?:it|them|its \w+|their \w+))?[- ](?-i:out)\b": "shard, or divide",
+    r"\bway round\b": "workaround",
+    r"\btold\b(?!:)": "reported, said, printed",
+    r"\btells\b": "says, reports, shows",
+    r"\btell (?:what|which|that|how|why)\b": "say, report, show",
+    r", too\b(?! \w)": "as well, or also",
+    r"\b(?:without|present|no|whose|(?:tensor|parameter|model|gradient)s?'s?) numbers\b": "values, weights",
+    r"\bnumbers (?:gone bad|later)\b": "NaN and infinity; values, weights",
+    r"\bwhat (?:an?|the|each|every) \w+ (?:does|do|gives?|costs?)\b(?! not)": "the noun: calls, times, costs",
+    r"\bwhat there is of\b": "the noun",
+}
+CODE = re.compile(r"^```.*?^```|`[^`]*`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)  # and the targets of links
+
+
+def banned(text: str) -> list[str]:
+    """One line for each banned phrase of a text: the phrase and what to write instead."""
+    plain = re.sub(r"\s+", " ", CODE.sub("`", text))
+    return [
+        f"{plain[max(found.start() - 30, 0) : found.end() + 20]!r} (write: {instead})"
+        for phrase, instead in PHRASES.items()
+        for found in re.finditer(phrase, plain, re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_have_no_banned_phrase(page: str):
+    found = banned(PAGES[page].read_text())
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_docstrings_have_no_banned_phrase(path: str):
+    docstrings = (
+        (name, ast.get_docstring(node)) for name, node in things(ast.parse(SOURCES[path].read_text()))
+    )
+    found = [f"{name}: {each}" for name, text in docstrings if text for each in banned(text)]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "After so\nmany steps.",
+        "It begins anew.",
+        "Replicas share out their update.",
+        "It shares them out.",
+        "Way round: cut elsewhere.",
+        "The error is told once.",
+        "A line tells why.",
+        "It can tell which.",
+        "Gradients, too.",
+        "| gradients, too |",
+        "A tensor without numbers.",
+        "The gradient's numbers.",
+        "It shows what a rank does.",
+        "What there is of an epoch.",
+    ],
+)
+def test_each_phrase_is_found(text: str):
+    assert len(banned(text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "As many steps; `so many`.",
+        "It is, too long or not.",
+        "Random numbers.",
+        "```\nso many\n```\n",
+        "Args:\n told: a text",
+    ],
+)
+def test_good_phrases_pass(text: str):
+    assert banned(text) == []
 
 
 @pytest.mark.parametrize("path", SOURCES)
