@@ -266,8 +266,7 @@ def _train(options: argparse.Namespace) -> int:
 
             from hybridpipe.cli.train import train
 
-        how = options.trace, options.hang_timeout, options.resume
-        return train(config, plan, _out(options), *how, options.cluster, options.resume_changed)
+        return train(config, plan, _out(options), options)
 
 
 def _checked(options: argparse.Namespace) -> "tuple[Config, str]":

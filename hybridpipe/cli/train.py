@@ -7,6 +7,7 @@ DIR/metrics.jsonl  summary.json  trace.json  model.safetensors  report.html
 DIR/checkpoints/step-00000120/ ...
 """
 
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from hybridpipe.checkpoint.whole import write_whole
 from hybridpipe.cli.profile import build_model
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.config.file import Config
-from hybridpipe.config.options import DEFAULT_HANG_SECONDS, DataOptions, RankOptions
+from hybridpipe.config.options import DataOptions, RankOptions
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json, writing
 from hybridpipe.health import failure
@@ -46,40 +47,25 @@ MEMORY = ("peak_memory_bytes", "memory_before_bytes", "memory_limit_bytes", "mem
 
 
 @failure.refusing()
-def train(
-    config: Config,
-    plan: str,
-    out: Path,
-    trace: bool = False,
-    hang_timeout: float = DEFAULT_HANG_SECONDS,
-    resume: str | None = None,
-    cluster: Path | None = None,
-    resume_changed: bool = False,
-) -> int:
+def train(config: Config, plan: str, out: Path, options: argparse.Namespace) -> int:
     """Run the training that `config` describes, write its files to `out`, return exit code 0. Collective.
 
     Args:
         plan: a plan's name or the path of a plan.json.
-        trace: print how each rank spends its time.
-        hang_timeout: seconds without progress after which the job is ended; 0 for never.
-        resume: a path; or "auto" for the last good checkpoint in OUT/checkpoints, if there is one.
-        cluster: a cluster.json with earlier measurements (`Trainer`); by default those of an earlier training
-            in `out`, if hosts, launcher, versions and model were the same.
-        resume_changed: allow settings that differ from the checkpoint's (`Trainer.resume`).
+        options: of the command: `trace`, `hang_timeout`, `resume`, `resume_changed` and `cluster`.
     """
     failure.install()
     check_launcher()
-    made, loss = partial(build_model, config), config.loss.build()
+    made, loss, resume = partial(build_model, config), config.loss.build(), options.resume
     model = made() if config.model.materialize == "all" else made
     try:
         dataset, validation = config.data.build(), config.data.build_validation()
     except (OSError, ModuleNotFoundError) as error:  # missing data is reported in one line
         failure.refuse(error)
     try:
-        ranks = RankOptions(cluster=cluster, sync=config.sync.backend, hang_timeout=hang_timeout)
-        trainer = _trainer(config, model, loss, plan, ranks, out, resume)
+        trainer = _trainer(config, model, loss, plan, out, options)
         trainer.claim(out)  # before anything is read or written there
-        resumed = _resume(trainer, resume, out, resume_changed)
+        resumed = _resume(trainer, resume, out, options.resume_changed)
         if trainer.world.rank == 0:  # at once: measuring, and a search for another plan, take their time
             print("".join(f"{line}\n" for line in resumed), end="", flush=True)
         trainer.prepare(dataset, validation, folder=out)
@@ -104,7 +90,7 @@ def train(
         checkpoint=Checkpointing(out / CHECKPOINTS, config.checkpoint.every, config.checkpoint.keep),
     )
     records.close()
-    _finish(trainer, out, trace)
+    _finish(trainer, out, options.trace)
     trainer.close()
     return 0
 
@@ -170,15 +156,9 @@ def _set_aside(folder: Path) -> list[str]:
 
 
 def _trainer(
-    config: Config,
-    model: nn.Module | Factory,
-    loss: Loss,
-    plan: str,
-    ranks: RankOptions,
-    out: Path,
-    resume: str | None,
+    config: Config, model: nn.Module | Factory, loss: Loss, plan: str, out: Path, options: argparse.Namespace
 ) -> Trainer:
-    loggers = make_loggers(config.log.to, out, config.log.every, _continues_own(out, resume))
+    loggers = make_loggers(config.log.to, out, config.log.every, _continues_own(out, options.resume))
     return Trainer(
         model,
         loss=loss,
@@ -189,7 +169,9 @@ def _trainer(
         lr_scheduler=None if config.lr_scheduler is None else config.lr_scheduler.build,
         update=config.train,
         data=DataOptions(seed=config.train.seed, num_workers=config.data.num_workers),
-        ranks=ranks,
+        ranks=RankOptions(
+            cluster=options.cluster, sync=config.sync.backend, hang_timeout=options.hang_timeout
+        ),
         callbacks=[*(callback.build() for callback in config.callbacks), *loggers],
     )
 

@@ -72,14 +72,14 @@ class UpdateResult(NamedTuple):
     skipped: bool = False
 
 
-class Executor:
-    """Runs programs for the rank at `place`. A rank that the plan leaves unused holds no stage.
+class RankParts(NamedTuple):
+    """The parts with which the rank at `place` runs programs; one that the plan leaves unused has no stage.
 
     Args:
         lanes: of the rank's device.
+        update: the optimizer of all stages that the rank holds.
         stages, p2p: one of each for every stage that the rank holds, by chunk.
         sync: sums gradients over the stage's replicas; None if the stage has one replica.
-        update: the optimizer of all stages that the rank holds.
         check: looks for NaN and infinity before an update; None leaves gradients unchecked.
         shared: sums gradients over the stages that share a parameter; None if no other rank's stage does.
         loss_weights: the factor on gradients where losses are (sum, weight); None: those of one rank.
@@ -87,32 +87,37 @@ class Executor:
         shards: what each of the stage's replicas updates; None: everything.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        place: Place | None,
-        lanes: Lanes,
-        stages: Sequence[Stage],
-        p2p: Sequence[PointToPoint],
-        sync: GradientSync | None,
-        update: Update,
-        check: NonfiniteCheck | None = None,
-        shared: SharedGradients | None = None,
-        loss_weights: LossWeights | None = None,
-        scales: LossScales | None = None,
-        shards: Shards | None = None,
-    ) -> None:
-        self.place, self.held = place, () if place is None else plan.held_stages(place)
-        self.lanes, self.device, self.stages, self.p2p = lanes, lanes.device, stages, p2p
-        self.sync, self.update, self.check, self.shared = sync, update, check, shared
-        self.loss_weights, self.scales, self.shards = loss_weights or LossWeights(plan), scales, shards
+    plan: Plan
+    place: Place | None
+    lanes: Lanes
+    update: Update
+    stages: Sequence[Stage] = ()
+    p2p: Sequence[PointToPoint] = ()
+    sync: GradientSync | None = None
+    check: NonfiniteCheck | None = None
+    shared: SharedGradients | None = None
+    loss_weights: LossWeights | None = None
+    scales: LossScales | None = None
+    shards: Shards | None = None
+
+
+class Executor:
+    """Runs programs with a rank's parts."""
+
+    def __init__(self, parts: RankParts) -> None:
+        plan, self.place, stages = parts.plan, parts.place, parts.stages
+        self.held = () if self.place is None else plan.held_stages(self.place)
+        self.lanes, self.device, self.stages, self.p2p = parts.lanes, parts.lanes.device, stages, parts.p2p
+        self.sync, self.update, self.check, self.shared = parts.sync, parts.update, parts.check, parts.shared
+        self.loss_weights = parts.loss_weights or LossWeights(plan)
+        self.scales, self.shards = parts.scales, parts.shards
         self.defers_wgrad = [plan.defers_wgrad(s) for s in self.held]
         self.statistics = RunningStatistics(stage.module for stage in stages)
         self.forms: list[Callable[[int], int]] = []  # of the present run, by chunk
         self.stashed: StashedWeights | None = None
-        if plan.is_asynchronous and place is not None:
+        if plan.is_asynchronous and self.place is not None:
             layers = stages[0].layers
-            self.stashed = StashedWeights(plan, place, layers.module, self.statistics, layers.precision)
+            self.stashed = StashedWeights(plan, self.place, layers.module, self.statistics, layers.precision)
 
     def renew(self) -> None:
         """Adopt the layers' present modes, hooks and requires_grad. Collective over the stage's replicas."""
@@ -319,17 +324,19 @@ class ProgramRun:
         """Run the layers on one microbatch; the last stage computes its loss."""
         m, c = instruction.microbatch, instruction.chunk
         stage, at = self.executor.stages[c], self.stream[m]
-        self.step = at.step
+        step = self.step = at.step
         received, inputs = self.values.pop((m, c), None), self.inputs_of(instruction)
         targets = None if stage.loss is None else self.executor.to_device(at.minibatch.targets(at.microbatch))
         if inputs is not None or targets is not None:
             self.note(Load(m, c))
-        given, form = (self.weights, m, inputs), self.executor.forms[c](m)
+        weights, form = self.weights, self.executor.forms[c](m)
         if targets is None:
-            self.values[m, c] = stage.forward(at.microbatch, received, at.step, *given, form)
+            self.values[m, c] = stage.forward(at.microbatch, received, step, weights, m, inputs, form)
         else:
-            of_loss = *given, at.minibatch_samples, form, self.scale_of(at.step).value
-            loss = stage.forward_loss(at.microbatch, received, targets, at.share, at.step, *of_loss)
+            samples, scale = at.minibatch_samples, self.scale_of(step).value
+            loss = stage.forward_loss(
+                at.microbatch, received, targets, at.share, step, weights, m, inputs, samples, form, scale
+            )
             self._check_loss(loss, at.share)
             self.losses[m] = self.unchecked[m] = loss
             _drop(at)
@@ -396,8 +403,8 @@ class ProgramRun:
         weighed = EQUAL if weights.are_all_means else weights.weigh(losses, self.stream.sizes)
         update.scale(weighed.factor)
         values = {m: loss.value for m, loss in losses.items()}
-        of_loss = weighed.has_weight, max(map(self.scale_of, range(step, step + count)))
-        if check is None or check.allows(values, self.stream, step, *of_loss):
+        scale = max(map(self.scale_of, range(step, step + count)))
+        if check is None or check.allows(values, self.stream, step, weighed.has_weight, scale):
             if self.executor.shards is not None:
                 self.executor.shards.adopt()
             update.step(count)

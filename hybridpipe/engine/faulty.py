@@ -6,7 +6,6 @@ Invariant: the worker installs them only where a fault is requested, so other tr
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from hybridpipe.comm.p2p import KINDS, SPEC
 from hybridpipe.comm.transport import Pending
 from hybridpipe.data.stream import Stream
 from hybridpipe.device import Event
-from hybridpipe.engine.executor import Executor, ProgramRun
+from hybridpipe.engine.executor import Executor, ProgramRun, RankParts
 from hybridpipe.health import faults
 from hybridpipe.model.tensors import Tree, map_tensors
 from hybridpipe.optim.update import gradients_of
@@ -82,10 +81,10 @@ class FaultyTransport(Spoiling, MpiTransport):
 class FaultyExecutor(Executor):
     """Executor that passes the points of `health.faults`."""
 
-    def __init__(self, *arguments: Any, transport: FaultyTransport, num_stages: int) -> None:
-        super().__init__(*arguments)
+    def __init__(self, parts: RankParts, transport: FaultyTransport) -> None:
+        super().__init__(parts)
         self._transport, self._spoils_inputs = transport, False
-        transport.next_tag = KINDS * num_stages
+        transport.next_tag = KINDS * parts.plan.num_stages
 
     def new_run(self, stream: Stream, done: int) -> ProgramRun:
         """Start the run of a program over a stream."""

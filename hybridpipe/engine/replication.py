@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hybridpipe.collectives.backends import open_collectives
@@ -59,7 +58,6 @@ def replication(
     stages: Sequence[Stage],
     replicas: WatchedComm,
     transport: MpiTransport,
-    device: torch.device,
     compression: str,
     shared: Collection[Tensor],
 ) -> Replication:
@@ -68,7 +66,6 @@ def replication(
     Args:
         plan: its `sync` is a backend that all replicas can use.
         stages: those that the rank holds.
-        device: of the rank.
         shared: parameters that ranks of other stages hold, too.
     """
     uses = Counter(p for stage in stages for p in stage.module.parameters())
@@ -77,14 +74,16 @@ def replication(
         return Replication(parameters, None, None, is_first)
     assert plan.sync is not None
     with rank_status.waiting(f"start of {plan.sync}", replicas.ranks):
-        collectives = open_collectives(plan.sync, replicas, transport, device)
+        collectives = open_collectives(plan.sync, replicas, transport, stages[0].device)
     sparse = set().union(*(sparse_parameters(stage.module) for stage in stages))
-    options = compression, sparse, [p for p, count in uses.items() if count > 1]
+    late = [p for p, count in uses.items() if count > 1]
     zero, scatters = plan.zero_of(place.stage), plan.scatters(place.stage)
     if not zero:
-        sync = BucketSync(parameters, replicas, collectives, *options)
+        sync = BucketSync(parameters, replicas, collectives, compression, sparse, late)
         return Replication(parameters, sync, None, is_first)
     frees = zero == 2
     shards = Shards(parameters, replicas.rank, replicas.ranks, collectives.all_gather, sparse, frees)
-    sync = ShardedSync(parameters, replicas, collectives, shards, scatters, frees, shared, *options)
+    sync = ShardedSync(
+        parameters, replicas, collectives, shards, scatters, frees, shared, compression, sparse, late
+    )
     return Replication(parameters, sync, shards, is_first)

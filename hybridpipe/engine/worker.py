@@ -23,7 +23,7 @@ from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.device import lanes_of
 from hybridpipe.engine import rank_state, whole_state
-from hybridpipe.engine.executor import Executor
+from hybridpipe.engine.executor import Executor, RankParts
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.engine.pending import PendingLosses, blank, carried
@@ -102,41 +102,40 @@ class Worker:
         plan, place, replicas = self.plan, self.place, self.communicators.along.get("replica")
         if place is None or replicas is None:
             self._refuse(None)
-            return Executor(plan, None, self.lanes, [], [], None, Update(None))
+            return Executor(RankParts(plan, None, self.lanes, Update(None)))
         held = plan.held_stages(place)
         stages = [self._build_stage(s, loss, seed) for s in held]
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         names |= {p: key for stage in stages for p, key in stage.layers.parameters().items()}
         rule = rule.naming(names)
         groups = self._groups_that_share(stages)
-        with_others = replicas, self.transport, self.device, rule.compression, groups
-        made = replication(plan, place, stages, *with_others)
-        has_all = plan.num_groups == 1
+        tie = replication(plan, place, stages, replicas, self.transport, rule.compression, groups)
         with failure.guard():  # the user's factory may fail on this rank alone
-            why = rule.why_not_apart(self.model, made.parameters, made.shards, has_all)
+            why = rule.why_not_apart(self.model, tie.parameters, tie.shards, has_all=plan.num_groups == 1)
         self._refuse(why)
         elsewhere = [p for p, others in groups.items() if others[0] != place.stage]
-        of_update = self._sum_over_ranks, made.uncounted(elsewhere), made.shards
-        of_check = self._max_over_updating_ranks, elsewhere, made.parts
         with failure.guard():
-            update = rule.build(made.parameters, plan, place.stage, *of_update)
-        pieces = (
-            plan,
-            place,
-            self.lanes,
-            stages,
-            [PointToPoint(plan, s, self.courier, self.layers.precision) for s in held],
-            made.sync,
-            update,
-            NonfiniteCheck(rule.on_nonfinite, plan, place, stages, *of_check),
-            SharedGradients(plan, place, groups, self.courier) if groups else None,
-            LossWeights(plan, self._sum_over_updating_ranks),
-            LossScales(DYNAMIC, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
-            made.shards,
+            update = rule.build(
+                tie.parameters, plan, place.stage, self._sum_over_ranks, tie.uncounted(elsewhere), tie.shards
+            )
+        agree = self._max_over_updating_ranks
+        parts = RankParts(
+            plan=plan,
+            place=place,
+            lanes=self.lanes,
+            update=update,
+            stages=stages,
+            p2p=[PointToPoint(plan, s, self.courier, self.layers.precision) for s in held],
+            sync=tie.sync,
+            check=NonfiniteCheck(rule.on_nonfinite, plan, place, stages, agree, elsewhere, tie.parts),
+            shared=SharedGradients(plan, place, groups, self.courier) if groups else None,
+            loss_weights=LossWeights(plan, self._sum_over_updating_ranks),
+            scales=LossScales(DYNAMIC, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
+            shards=tie.shards,
         )
         if isinstance(self.transport, FaultyTransport):
-            return FaultyExecutor(*pieces, transport=self.transport, num_stages=plan.num_stages)
-        return Executor(*pieces)
+            return FaultyExecutor(parts, self.transport)
+        return Executor(parts)
 
     def _refuse(self, why: str | None) -> None:
         """Raise UserError on all ranks if any has a reason. Collective."""

@@ -125,7 +125,7 @@ class Watchdog:
 
     def _end(self) -> None:
         """Query all ranks, print the report and end the job, unless there is progress after all."""
-        began, seen = time.monotonic(), (rank_status.doing, rank_status.wait)
+        began, doing, wait = time.monotonic(), rank_status.doing, rank_status.wait
         self._answers = {}
         for rank in range(len(self._processes)):
             if rank != self._rank:
@@ -133,7 +133,7 @@ class Watchdog:
         self._wait(ASK_SECONDS, enough=len(self._processes) - 1)
         if any(rank < self._rank and when >= began - ASK_SECONDS for rank, when in self._queried_by.items()):
             self._wait(YIELD_SECONDS)
-        if rank_status.has_moved_since(*seen) or self._ended.is_set():
+        if rank_status.has_moved_since(doing, wait) or self._ended.is_set():
             return
         states: dict[int, State | None] = dict.fromkeys(range(len(self._processes)))
         states.update(self._answers | {self._rank: self._state()})

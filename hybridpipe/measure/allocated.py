@@ -62,8 +62,9 @@ def _recorded(changes: list[int]) -> Iterator[None]:
     allocates and frees.
     """
     shapes, memory, stack, flops, modules = False, True, False, False, False
-    of_memory = shapes, memory, stack, flops, modules, _profiler._ExperimentalConfig()
-    _autograd._enable_profiler_legacy(_profiler.ProfilerConfig(_profiler.ProfilerState.CPU, *of_memory))
+    cpu, more = _profiler.ProfilerState.CPU, _profiler._ExperimentalConfig()
+    config = _profiler.ProfilerConfig(cpu, shapes, memory, stack, flops, modules, more)
+    _autograd._enable_profiler_legacy(config)
     try:
         yield
     finally:

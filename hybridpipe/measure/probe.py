@@ -70,14 +70,15 @@ def probe(
     names = [("host", 1, per_host), ("network", per_host, world.size)]
     units = [Unit(*unit) for unit in names if unit[1] < unit[2]]
     open_transport: OpenTransport = partial(MpiTransport, progress_thread=progress_thread)
-    ranks = world, per_processor, work or default_work(lanes), open_transport, lanes.on_host
-    measure_now = partial(measure_computing, *ranks)
+    work = work or default_work(lanes)
+    measure_now = partial(measure_computing, world, per_processor, work, open_transport, lanes.on_host)
     computing = measure_now()
     if isinstance(lanes, GpuLanes):
         open_transport = partial(StagedTransport, progress_thread=progress_thread, lanes=lanes)
     sync = fastest_backend(world, units[-1], backends, gradient_bytes, lanes)
-    on_levels = per_machine, gradient_bytes, computing, open_transport, lanes, with_sharding, sync
-    links, levels, overlap, replicated_speed = _measure_levels(world, units, *on_levels)
+    links, levels, overlap, replicated_speed = _measure_levels(
+        world, units, per_machine, gradient_bytes, computing, open_transport, lanes, with_sharding, sync
+    )
     computing = computing.or_more(measure_now())
     wakeups: tuple[float, ...] = ()  # a GPU goes on computing while its host wakes up
     if lanes.on_host:

@@ -8,7 +8,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from hybridpipe.planning.plan import Place, Plan
@@ -186,16 +186,16 @@ class Timeline:
         """
         spent = self.spent(plan).values()
         num_ranks = len(self.events) or 1
-        named = (
-            sum(each.forward_seconds for each in spent) / num_ranks,
-            sum(each.backward_seconds for each in spent) / num_ranks,
-            sum(each.optimizer_seconds for each in spent) / num_ranks,
-            sum(each.message_seconds + each.copying_seconds for each in spent) / num_ranks,
-            sum(each.allreduce_seconds for each in spent) / num_ranks,
+        busy = Parts(
+            forward_seconds=sum(each.forward_seconds for each in spent) / num_ranks,
+            backward_seconds=sum(each.backward_seconds for each in spent) / num_ranks,
+            step_seconds=sum(each.optimizer_seconds for each in spent) / num_ranks,
+            traffic_seconds=sum(each.message_seconds + each.copying_seconds for each in spent) / num_ranks,
+            allreduce_seconds=sum(each.allreduce_seconds for each in spent) / num_ranks,
+            idle_seconds=0.0,
         )
-        busy = sum(named)
-        is_busy = math.isclose(busy, self.seconds)  # the difference is then rounding, and can be negative
-        return Parts(*named, idle_seconds=0.0 if is_busy else self.seconds - busy)
+        is_busy = math.isclose(busy.seconds, self.seconds)  # the difference is then rounding, perhaps below 0
+        return busy if is_busy else replace(busy, idle_seconds=self.seconds - busy.seconds)
 
     def spent(self, plan: Plan) -> dict[int, Spent]:
         """Return the time of each rank's events, by the rule of `parts`."""

@@ -159,9 +159,9 @@ def _whole_records(path: Path) -> Iterator[Record]:
             for line in lines:
                 each = json.loads(line)
                 loss = math.nan if each["loss"] is None else float(each["loss"])
-                steps = int(each["step"]), int(each["epoch"])
+                step, epoch = int(each["step"]), int(each["epoch"])
                 made = (None if each.get(name) is None else float(each[name]) for name in MADE)
-                yield Record(*steps, loss, int(each["num_samples"]), float(each["seconds"]), *made)
+                yield Record(step, epoch, loss, int(each["num_samples"]), float(each["seconds"]), *made)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, TypeError, ValueError):

@@ -75,10 +75,10 @@ class _Convolution(NamedTuple):
         self, gradient: Tensor, inputs: Tensor, weight: Tensor, wanted: list[bool]
     ) -> tuple[Tensor, ...]:
         """Call autograd's convolution backward for the `wanted` gradients of inputs, weight and bias."""
-        not_transposed = (False, (0,) * len(self.stride))
-        options = (self.stride, self.padding, self.dilation, *not_transposed, self.groups)
+        stride, padding, dilation, groups = self
+        extra = (0,) * len(stride)  # of a transposed one
         result: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
-            gradient, inputs, weight, None, *options, wanted
+            gradient, inputs, weight, None, stride, padding, dilation, False, extra, groups, wanted
         )
         return result
 

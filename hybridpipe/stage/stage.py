@@ -187,8 +187,7 @@ class Stage:
         Raises:
             ValueError: a layer uses its own parameters instead of `weights`.
         """
-        key = _slot(slot, microbatch)
-        call = _Call(key, microbatch, step, received, inputs, weights, form=form)
+        call = _Call(_slot(slot, microbatch), microbatch, step, received, inputs, weights, form=form)
         return self._forward(call).outputs
 
     def forward_loss(
@@ -220,8 +219,9 @@ class Stage:
             ValueError: the loss is neither a mean nor a pair, or uses parameters from outside the stage.
         """
         key = _slot(slot, microbatch)
-        given = received, inputs, weights, targets, share, num_samples, form, scale
-        loss = self._forward(_Call(key, microbatch, step, *given)).loss
+        loss = self._forward(
+            _Call(key, microbatch, step, received, inputs, weights, targets, share, num_samples, form, scale)
+        ).loss
         assert loss is not None
         return loss
 

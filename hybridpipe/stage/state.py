@@ -210,8 +210,8 @@ def read_optimizer(state: State, where: str) -> dict[str, OfParameter]:
     for key, entry in state.meta.get("parameters", {}).items():
         match entry:
             case {"group": int(at), "state": dict(own), **more} if at in groups:
-                held = unpack(own, state.tensors, where), given[at] if at < len(given) else None
-                found[key] = OfParameter(groups[at], *held, _part(more.get("part"), f"{where}: {key}"))
+                own, first = unpack(own, state.tensors, where), given[at] if at < len(given) else None
+                found[key] = OfParameter(groups[at], own, first, _part(more.get("part"), f"{where}: {key}"))
             case _:
                 raise UserError(f"{where}: parameter {key}: cannot be understood: {shown(entry)}")
     return found

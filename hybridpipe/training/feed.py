@@ -137,8 +137,8 @@ class Feed:
         vary, all that hold a stage.
         """
         reads = worker.loads_samples or self._world.rank == 0
-        sizes = self._minibatch_size, microbatch_size
-        return Reader(source, *sizes, self._seed, agree=partial(_agreed, worker), reads=reads, **options)
+        agree, size = partial(_agreed, worker), self._minibatch_size
+        return Reader(source, size, microbatch_size, self._seed, agree=agree, reads=reads, **options)
 
 
 def _noting_the_end(reader: Reader, progress: EpochProgress) -> Iterator[Minibatch]:

@@ -87,8 +87,8 @@ class FitLoop:
         self._worker.renew()  # callbacks may have changed the model
         adopts = self._callbacks.are_users and not self._worker.plan.is_asynchronous
         batches = self._batches()
-        of_fit = self._minibatch_size, self._keeper, self._breaks
-        epoch = EpochLoop(self._worker, self._recorder, self._state, *of_fit)
+        size, keeper = self._minibatch_size, self._keeper
+        epoch = EpochLoop(self._worker, self._recorder, self._state, size, keeper, self._breaks)
         self._state.in_epoch = True
         try:
             with closing(epoch.run(batches)) as records:  # closed at once after an error

@@ -188,8 +188,7 @@ class EpochLoop:
         minibatch, sums, seconds, made = travelling
         full = minibatch.num_samples == self._minibatch_size
         loss = sums.total()
-        of_loss = self._state.epoch, loss.mean, minibatch.num_samples
-        record = self._recorder.note(*of_loss, seconds, full, made)
+        record = self._recorder.note(self._state.epoch, loss.mean, minibatch.num_samples, seconds, full, made)
         self._progress.note(loss)
         # Every rank learns of wishes with this record, and none has trained beyond this step.
         recorded_step = self._state.step - self._progress.position + self._progress.recorded

@@ -296,11 +296,12 @@ class Trainer(TrainerView):
             run = Run(self, self._save, epochs, steps)
             callbacks = CallbackList([*self._callbacks, *noting, self._console], run)
             keeper = self._checkpoints.begin_fit(self.worker, checkpoint, self.microbatch_size, callbacks)
-            trained = self.worker, self.state, self.recorder, keeper, self.minibatch_size
-            loaded = self.worker, dataset, self.microbatch_size, shuffle, self.state
             validate = None if validation is None else partial(self._evaluate, validation, may_stop=True)
-            batches = partial(self._feed.epoch, *loaded)
-            self._fitting = FitLoop(*trained, batches, validate, wanted, callbacks, breaks)
+            state, size = self.state, self.minibatch_size
+            batches = partial(self._feed.epoch, self.worker, dataset, self.microbatch_size, shuffle, state)
+            self._fitting = FitLoop(
+                self.worker, state, self.recorder, keeper, size, batches, validate, wanted, callbacks, breaks
+            )
             first = len(self.history)
             self._fitting.run(epochs)
             self._checkpoints.leave_if_preempted(checkpoint)
@@ -356,8 +357,8 @@ class Trainer(TrainerView):
                 data set.
         """
         self.state.check_call("resume", with_gradients=False)
-        given = Path(source), self.model, or_anew, allow_changed
-        found, lines = self._checkpoints.find(*given, self._worker is None, self._planner.numbers)
+        where, later, numbers = Path(source), self._worker is None, self._planner.numbers
+        found, lines = self._checkpoints.find(where, self.model, or_anew, allow_changed, later, numbers)
         if found is not None and self._worker is not None:
             self._checkpoints.load(self._worker)
         elif found is not None and (line := self._planner.prefer(found.plan, found.run.get("ranks"))):

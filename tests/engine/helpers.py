@@ -20,7 +20,7 @@ from hybridpipe.comm.courier import courier_of
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.data.stream import Stream, slice_minibatch
 from hybridpipe.device import Lanes
-from hybridpipe.engine.executor import Executor
+from hybridpipe.engine.executor import Executor, RankParts
 from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.model.precision import Precision
 from hybridpipe.model.sequential import check_plan, stage_module
@@ -210,21 +210,20 @@ def make_executors(
         for r, rank in enumerate(spec.ranks):
             own = Lanes(CPU) if lanes is None else lanes[rank]
             courier = courier_of(QueueTransport(mailboxes, rank, timeout_seconds), own, direct)
-            executors[rank] = Executor(
-                plan,
-                Place(group, r),
-                own,
-                stages[r],
-                [PointToPoint(plan, s, courier, precision) for s in held],
-                Recorded(parameters[r], r, parameters, barriers[-1]),
-                rule.build(
-                    [p for p in parameters[r] if p.requires_grad], plan, group, stage_sum.at(Place(group, r))
-                ),
-                NonfiniteCheck("stop", plan, Place(group, r), stages[r], int),
-                None,
-                LossWeights(plan, array_sum.at(rank)),
-                LossScales(scale, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
+            place, trained = Place(group, r), [p for p in parameters[r] if p.requires_grad]
+            parts = RankParts(
+                plan=plan,
+                place=place,
+                lanes=own,
+                update=rule.build(trained, plan, group, stage_sum.at(place)),
+                stages=stages[r],
+                p2p=[PointToPoint(plan, s, courier, precision) for s in held],
+                sync=Recorded(parameters[r], r, parameters, barriers[-1]),
+                check=NonfiniteCheck("stop", plan, place, stages[r], int),
+                loss_weights=LossWeights(plan, array_sum.at(rank)),
+                scales=LossScales(scale, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
             )
+            executors[rank] = Executor(parts)
     return executors, barriers
 
 

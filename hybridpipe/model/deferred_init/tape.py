@@ -168,8 +168,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(tensor, FakeTensor) and number not in self._given:
             with _disable_current_modes():
                 self._given[number] = storage.clone()
-        position = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
-        return Ref(number, tensor.dtype, *position)
+        size, stride, offset = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
+        return Ref(number, tensor.dtype, size, stride, offset)
 
     @property
     def num_calls(self) -> int:

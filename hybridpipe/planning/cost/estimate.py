@@ -12,7 +12,7 @@ x contains what passes in the other direction, too, divided by h: of a few messa
 arrive at the end, and so do the gradients that answer them, so the directions take turns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from hybridpipe.planning.cost.formula import (
     stage_costs,
     stage_parts,
 )
-from hybridpipe.planning.cost.links import Floats, Ints
+from hybridpipe.planning.cost.links import Floats
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div
@@ -73,7 +73,7 @@ def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estim
     sums, maxima = group_parts(plan, terms)
     to_the_end = np.cumsum((sums + ways)[::-1])[::-1]
     closer = np.cumsum((sums + apart)[::-1])[::-1]
-    ports, trips = _ports(plan, costs, cluster), _round_trips(plan)
+    ports, trips = _ports(plan, costs, cluster), _of_stages(plan, round_trips)
     waits, shorter_waits = float((trips * to_the_end).max()), float((trips * closer).max())
     if plan.is_asynchronous:
         unhindered = float(max(maxima.max(), ports.max(), busiest))
@@ -86,20 +86,13 @@ def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estim
     return Estimates(float(seconds), float(closer[0] + pace + late), float(fill + unhindered), late)
 
 
-def _round_trips(plan: Plan) -> Floats:
-    """Return `round_trips` of each stage."""
+def _of_stages(plan: Plan, formula: Callable[[str, int, int, int, int | None], float]) -> Floats:
+    """Return `round_trips` or `held_until_gradients` of each stage."""
+    schedule, count, most = plan.schedule, plan.num_microbatches, plan.max_in_flight
     behind = plan.num_ranks - np.cumsum(plan.replicas)
-    asked = plan.schedule, plan.num_microbatches
     each = zip(plan.replicas, behind.tolist(), strict=True)
-    return np.array([round_trips(*asked, m, ranks, plan.max_in_flight) for m, ranks in each])
-
-
-def _held(plan: Plan) -> Ints:
-    """Return the microbatches that a replica of each stage may have on their way."""
-    behind = plan.num_ranks - np.cumsum(plan.replicas)
-    asked = plan.schedule, plan.num_microbatches
-    each = zip(plan.replicas, behind.tolist(), strict=True)
-    return np.array([held_until_gradients(*asked, m, ranks, plan.max_in_flight) for m, ranks in each])
+    values = [formula(schedule, count, replicas, ranks, most) for replicas, ranks in each]
+    return np.array(values, dtype=float)
 
 
 def _ports(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Floats:
@@ -134,7 +127,8 @@ def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Flo
     at_once, fewer = (-(-each[:-1] // replicas[1:]) for each in (replicas, np.minimum.accumulate(replicas)))
     ways[:-1], apart[:-1] = 2 * latency + moving, 2 * latency + moving * fewer / at_once
     num_bytes = cut_bytes(plan.schedule, sent, returned)
-    taking_turns = num_bytes + (sent + returned - num_bytes) / np.maximum(_held(plan)[:-1], 1)
+    held = _of_stages(plan, held_until_gradients)
+    taking_turns = num_bytes + (sent + returned - num_bytes) / np.maximum(held[:-1], 1)
     group = np.arange(plan.num_stages - 1) % plan.num_groups  # cuts between the same ranks share links
     busiest, in_turns = (np.bincount(group, busy_per_byte * each).max() for each in (num_bytes, taking_turns))
     return ways, apart, float(busiest), float(in_turns)
@@ -184,7 +178,8 @@ class Between(NamedTuple):
         if plan.traits.interleaves:
             ways, none = np.append(np.zeros(plan.num_groups - 1), ways.sum()), np.zeros(plan.num_groups)
             return cls(ways, none, none, busiest, is_asynchronous=False)
-        return cls(ways, _ports(plan, costs, cluster), _round_trips(plan), busiest, plan.is_asynchronous)
+        trips = _of_stages(plan, round_trips)
+        return cls(ways, _ports(plan, costs, cluster), trips, busiest, plan.is_asynchronous)
 
     def seconds(self, sums: Floats, maxima: Floats) -> float:
         """Return `estimate`, given the part of each group of ranks in the sum and, with ports, in the

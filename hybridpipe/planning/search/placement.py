@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, islice, pairwise, product
 from operator import gt, ne
 from typing import NamedTuple
@@ -322,14 +323,13 @@ def slot_graph(
 
 def _trips(layout: Layout, schedule: str, num_microbatches: int, max_in_flight: int) -> Floats:
     """Return `formula.round_trips` of a layout's slots, whose stages are taken to use all ranks left."""
-    known: dict[tuple[int, int], float] = {}
-    for ranks, left in zip(layout.ranks, layout.left, strict=True):
-        key = len(ranks), len(left) - len(ranks)
-        if key not in known:
-            known[key] = round_trips(schedule, num_microbatches, *key, max_in_flight)
-    return np.array(
-        [known[len(r), len(left) - len(r)] for r, left in zip(layout.ranks, layout.left, strict=True)]
-    )
+
+    @cache
+    def trips(replicas: int, behind: int) -> float:
+        return round_trips(schedule, num_microbatches, replicas, behind, max_in_flight)
+
+    each = zip(layout.ranks, layout.left, strict=True)
+    return np.array([trips(len(ranks), len(left) - len(ranks)) for ranks, left in each])
 
 
 def _stand(

@@ -247,9 +247,9 @@ class StageProgram:
             values = least[graph.starts, 0, p]
             chosen = np.argsort(values, kind="stable")[:count]
             starts = graph.starts[chosen[np.isfinite(values[chosen])]].tolist()
-            stages_of_one = [[values[..., p] for values in each] for each in stages]
-            of_one = stages_of_one, cuts[..., p], least[..., p], behind[..., p]
-            found.append([self.trace(start, *of_one, combine) for start in starts])
+            stages_p = [[values[..., p] for values in each] for each in stages]
+            cuts_p, least_p, behind_p = cuts[..., p], least[..., p], behind[..., p]
+            found.append([self.trace(slot, stages_p, cuts_p, least_p, behind_p, combine) for slot in starts])
         return found
 
     def trace(

@@ -245,12 +245,12 @@ class Planner:
             ValueError: the ranks' forwards differ.
         """
         if self._layers is None:
-            microbatch = minibatch.inputs(0), self._loss, minibatch.targets(0)
-            layers = layers_of(self._model, *microbatch, self._rule.arithmetic)
+            inputs, targets = minibatch.inputs(0), minibatch.targets(0)
+            layers = layers_of(self._model, inputs, self._loss, targets, self._rule.arithmetic)
             if layers.why_whole and self.numbers is not None:  # perhaps for want of numbers
                 self.numbers.fill(self._model)
                 self.numbers = None
-                layers = layers_of(self._model, *microbatch, self._rule.arithmetic)
+                layers = layers_of(self._model, inputs, self._loss, targets, self._rule.arithmetic)
             consistency.check_alike(self._world, {"the forward of the model": layers.path})
             self._layers = layers
             settings = layers.settings if self._world.rank == 0 else None
