@@ -60,7 +60,7 @@ class Watchdog:
         self._processes = world.allgather(_this_process())
         self._timeout_seconds = timeout_seconds
         self._pause_seconds = min(LONGEST_PAUSE_SECONDS, timeout_seconds / 10)
-        self._seen, self._still_seconds = (rank_status.doing, rank_status.wait), 0.0
+        self._look()
         self._queried_by: dict[int, float] = {}  # rank -> time of its query
         self._answers: dict[int, State] = {}
         self._sent: list[tuple[MPI.Request, bytes]] = []
@@ -88,12 +88,16 @@ class Watchdog:
             now = time.monotonic()
             # a job may have been suspended as a whole: such a pause counts as two checks at most
             passed, last = min(now - last, 2 * self._pause_seconds), now
-            if rank_status.is_busy and not rank_status.has_moved_since(*self._seen):
+            if rank_status.is_busy and not rank_status.has_moved_since(self._doing, self._wait_for):
                 self._still_seconds += passed
             else:
-                self._seen, self._still_seconds = (rank_status.doing, rank_status.wait), 0.0
+                self._look()
             if self._still_seconds >= self._timeout_seconds:
                 self._end()
+
+    def _look(self) -> None:
+        """Count from now on how long the rank stands still."""
+        self._doing, self._wait_for, self._still_seconds = rank_status.doing, rank_status.wait, 0.0
 
     def _listen(self) -> None:
         """Answer queries, and note the answers to this rank's own."""

@@ -180,8 +180,8 @@ def make(options: argparse.Namespace) -> None:
     except UserError:
         shutil.rmtree(options.folder)  # it is new
         raise
-    of_machines = HERE, options.platform
-    made = Manifest(requirements(options.extras), options.extras, *of_machines, sorted(options.without))
+    wanted, without = requirements(options.extras), sorted(options.without)
+    made = Manifest(wanted, options.extras, HERE, options.platform, without)
     (options.folder / MANIFEST).write_text(json.dumps(asdict(made), indent=1) + "\n")
 
 
@@ -218,8 +218,8 @@ def _download_sources(wheels: Path, lines: Sequence[str], tools: Sequence[str]) 
         _run(python, "install", "--no-index", "--find-links", wheels.resolve().as_uri(), *tools, "build")
         for line in lines:
             file.write_text(line)
-            words = "--no-build-isolation", "--no-deps", "--no-binary", package_name(line)
-            _pip(wheels, *words, "-r", str(file), python=python)
+            source_of = f"--no-binary={package_name(line)}"
+            _pip(wheels, "--no-build-isolation", "--no-deps", source_of, "-r", str(file), python=python)
 
 
 def _pip(wheels: Path, *words: str, python: str = sys.executable) -> None:
