@@ -37,7 +37,7 @@ class RunFolder(Callback):
                 run_folder.begin(self._folder)
                 run_folder.write_plan(run.trainer, self._folder)
                 write_json(self._folder / "run.json", start)
-            self._records = run_folder.Records(run.trainer, self._folder, appends=True)
+            self._records = run_folder.MetricsFile(run.trainer, self._folder, appends=True)
 
     def on_minibatch(self, run: Run, record: MinibatchRecord) -> None:
         """Write the record; NotSaved if that fails."""

@@ -89,10 +89,10 @@ def train(
     start = run_start(trainer, config.where, config.settings(), plan)
     if start is not None:
         _start_folder(trainer, out, resume, replace(start, notes=tuple(resumed)), notes)
-    records = run_folder.Records(trainer, out, _continues_own(out, resume))
+    records = run_folder.MetricsFile(trainer, out, _continues_own(out, resume))
     trainer.fit(
         dataset,
-        0 if trainer.recorder.has_reached_target else max(0, config.train.most_epochs - trainer.epoch),
+        0 if trainer.metrics.has_reached_target else max(0, config.train.most_epochs - trainer.epoch),
         max_steps=config.train.max_steps,
         validation=validation,
         eval_every=config.train.eval_every,

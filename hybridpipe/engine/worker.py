@@ -44,7 +44,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import forward_program, overflows_late, program
 from hybridpipe.planning.schedules.instructions import Forward, RankProgram, without_update
 from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_program
-from hybridpipe.planning.timeline import Event
+from hybridpipe.planning.timeline import TimelineEvent
 from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
 from hybridpipe.types import Loss
@@ -258,7 +258,7 @@ class Worker:
 
     def train(
         self, minibatch: Minibatch, step: int, update: bool = True
-    ) -> tuple[PendingLosses, list[Event]]:
+    ) -> tuple[PendingLosses, list[TimelineEvent]]:
         """Train on one minibatch, and flush.
 
         Args:
@@ -269,7 +269,7 @@ class Worker:
             each microbatch's loss, on the way to all ranks; this rank's events.
         """
         losses: dict[int, LossSum] = {}
-        events: list[Event] = []
+        events: list[TimelineEvent] = []
         with failure.guard():
             todo = self._program(len(minibatch.sizes), update)
             for done in self.executor.run(todo, Stream([minibatch], step)):
@@ -282,7 +282,7 @@ class Worker:
 
     def stream(
         self, minibatches: Sequence[Minibatch], step: int, done: int = 0
-    ) -> Iterator[tuple[list[PendingLosses], list[Event]]]:
+    ) -> Iterator[tuple[list[PendingLosses], list[TimelineEvent]]]:
         """Train on minibatches without a flush in between, under an asynchronous schedule.
 
         Yields for each update of this rank the losses of the minibatches that it covers, and this rank's

@@ -40,7 +40,7 @@ class Preempted(SystemExit):
         return self.what
 
 
-class _State:
+class _Preemption:
     """This rank's state of preemption.
 
     Args:
@@ -56,7 +56,7 @@ class _State:
     leaving = False
 
 
-state = _State()
+state = _Preemption()
 
 
 @contextlib.contextmanager

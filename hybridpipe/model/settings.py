@@ -29,7 +29,7 @@ from hybridpipe.model.attributes import (
 )
 
 
-class _Table(NamedTuple):
+class _Contents(NamedTuple):
     """Contents of a module or a class when it was last looked through.
 
     Attributes:
@@ -76,7 +76,7 @@ class Settings:
         self._opened = set(own_classes(each for each in self._modules if id(each) not in whole))
         self._known = {id(each): i for i, each in enumerate(self._modules)}
         self._whole = whole | {id(each) for each in self._classes if each not in self._opened}
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, _Contents] = {}
         self._latest = self._present()
         self._may_change = True
 
@@ -139,13 +139,13 @@ class Settings:
         return [(name, look.at(each)) for name, each in globals_of(unwrap(forward)) if is_atom(each)]
 
 
-def _is_same(table: Mapping[str, Any], known: _Table) -> bool:
+def _is_same(table: Mapping[str, Any], known: _Contents) -> bool:
     names, values = islice(table, known.first, None), islice(table.values(), known.first, None)
     is_as_long = len(table) == known.first + len(known.names)
     return is_as_long and [*names] == known.names and all(map(is_, values, known.values))
 
 
-def _looked_through(table: Mapping[str, Any], wholes: tuple[type, ...]) -> _Table:
+def _looked_through(table: Mapping[str, Any], wholes: tuple[type, ...]) -> _Contents:
     counts = [name not in OF_TORCH and name[:2] != "__" for name in table]
     first = counts.index(True) if any(counts) else len(counts)
     fixed: list[Any] = []
@@ -158,4 +158,4 @@ def _looked_through(table: Mapping[str, Any], wholes: tuple[type, ...]) -> _Tabl
         else:
             fixed.append((name, None))
             others.append(value)
-    return _Table(first, [*table][first:], [*table.values()][first:], fixed, others)
+    return _Contents(first, [*table][first:], [*table.values()][first:], fixed, others)

@@ -18,7 +18,7 @@ from hybridpipe.planning.timeline import Timeline, from_chrome_trace
 from hybridpipe.report.page.compare_page import compare_page
 from hybridpipe.report.page.html import render
 from hybridpipe.report.page.run_page import run_page
-from hybridpipe.report.run import FILES, RUN_FORMAT, Comparison, Record, Run, RunStart, Summary
+from hybridpipe.report.run import FILES, RUN_FORMAT, Comparison, MetricsLine, RunData, RunStart, Summary
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def write_report(folder: Path) -> tuple[str, ...]:
     return run.left_out
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunData:
     """Read what a training has left in its folder."""
     left_out: list[str] = []
 
@@ -86,7 +86,7 @@ def read_run(folder: Path) -> Run:
             f"cluster.json: must have rank {max(plan.ranks)}, as the plan, got {cluster.num_ranks} ranks"
         )
         cluster = None
-    return Run(
+    return RunData(
         name=folder.resolve().name,
         start=start,
         summary=read("summary.json", _summary),
@@ -148,12 +148,12 @@ def _known(path: Path, document: object) -> Summary:
     return parse(Summary, present, str(path))
 
 
-def _records(path: Path) -> tuple[Record, ...]:
+def _records(path: Path) -> tuple[MetricsLine, ...]:
     """Read the records up to a line that was cut short when the training was killed."""
     return tuple(_whole_records(path))
 
 
-def _whole_records(path: Path) -> Iterator[Record]:
+def _whole_records(path: Path) -> Iterator[MetricsLine]:
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -161,7 +161,7 @@ def _whole_records(path: Path) -> Iterator[Record]:
                 loss = math.nan if each["loss"] is None else float(each["loss"])
                 steps = int(each["step"]), int(each["epoch"])
                 made = (None if each.get(name) is None else float(each[name]) for name in MADE)
-                yield Record(*steps, loss, int(each["num_samples"]), float(each["seconds"]), *made)
+                yield MetricsLine(*steps, loss, int(each["num_samples"]), float(each["seconds"]), *made)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, TypeError, ValueError):

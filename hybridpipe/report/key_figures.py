@@ -10,7 +10,7 @@ from hybridpipe.planning.units import duration, size
 from hybridpipe.report import cluster as machines
 from hybridpipe.report.learning import best_epoch
 from hybridpipe.report.page.html import Figure
-from hybridpipe.report.run import Run, Summary
+from hybridpipe.report.run import RunData, Summary
 from hybridpipe.report.words import counted, ranges
 
 FAR = 0.25  # error of a prediction that is a warning
@@ -66,7 +66,7 @@ def _validation(summary: Summary) -> Iterator[Figure]:
     yield Figure(f"validation {name}", value, "; ".join(notes))
 
 
-def warnings(run: Run) -> Iterator[str]:
+def warnings(run: RunData) -> Iterator[str]:
     """Yield what was told during the training, then what its figures say."""
     summary = run.summary or Summary()
     yield from summary.warnings
@@ -81,7 +81,7 @@ def warnings(run: Run) -> Iterator[str]:
     yield from machines.rough(run.cluster) if run.cluster else ()
 
 
-def _full(run: Run, summary: Summary) -> Iterator[str]:
+def _full(run: RunData, summary: Summary) -> Iterator[str]:
     """Yield one line about all ranks that were nearly full, with the figures of the fullest."""
     peaks = dict(enumerate(summary.peak_memory_bytes))
     limits = {rank: limit for rank in peaks if (limit := memory_limit(run, rank))}
@@ -93,7 +93,7 @@ def _full(run: Run, summary: Summary) -> Iterator[str]:
         yield which + (f", and ranks {ranges(others)} were nearly as full" if others else "")
 
 
-def memory_limit(run: Run, rank: int) -> int | None:
+def memory_limit(run: RunData, rank: int) -> int | None:
     """Return the bytes that a rank may have; None if they are not known or not limited."""
     limits = run.summary.memory_limit_bytes if run.summary else ()
     if rank < len(limits):

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from hybridpipe.planning.units import duration
 from hybridpipe.report.page.curves import Chart, Point, Series, chart
-from hybridpipe.report.run import Epoch, Run
+from hybridpipe.report.run import Epoch, RunData
 
 OUTLIER = 3.0  # times the median: a longer minibatch would press the others of a chart to its ground
 NAMED = 3  # outliers
 
 
-def charts(run: Run) -> list[Chart]:
+def charts(run: RunData) -> list[Chart]:
     """Draw loss, other metrics of the validation, figures of updates, and seconds of a minibatch."""
     made = [("Learning rate", "learning_rate"), ("Norm of the gradient, before clipping", "gradient_norm")]
     found = [
@@ -27,14 +27,14 @@ def charts(run: Run) -> list[Chart]:
     return [each for each in found if each is not None]
 
 
-class Best(NamedTuple):
+class BestEpoch(NamedTuple):
     """An epoch, by its row of `epoch_rows`, and a text about it."""
 
     row: int
     text: str
 
 
-def best_epoch(epochs: Sequence[Epoch]) -> Best | None:
+def best_epoch(epochs: Sequence[Epoch]) -> BestEpoch | None:
     """Return the epoch with the best validation, by its loss or else its accuracy; None without one."""
     for name, sign in (("loss", 1), ("accuracy", -1)):
         found = {i: (each.validation or {}).get(name) for i, each in enumerate(epochs)}
@@ -42,11 +42,11 @@ def best_epoch(epochs: Sequence[Epoch]) -> Best | None:
         if known:
             best = min(known, key=known.__getitem__)
             value = f"validation {name} {_number(sign * known[best])}"
-            return Best(best, f"best epoch: {epochs[best].epoch + 1} of {len(epochs)}, {value}")
+            return BestEpoch(best, f"best epoch: {epochs[best].epoch + 1} of {len(epochs)}, {value}")
     return None
 
 
-def epoch_rows(run: Run) -> list[dict[str, str]]:
+def epoch_rows(run: RunData) -> list[dict[str, str]]:
     """Rows of each epoch: losses, seconds, metrics."""
     epochs = run.summary.epochs if run.summary else ()
     return [
@@ -59,7 +59,7 @@ def epoch_rows(run: Run) -> list[dict[str, str]]:
     ]
 
 
-def _metrics(run: Run) -> list[str]:
+def _metrics(run: RunData) -> list[str]:
     """Return the names of the validation's metrics but the loss."""
     epochs = run.summary.epochs if run.summary else ()
     return [*dict.fromkeys(name for each in epochs for name in each.validation or () if name != "loss")]
@@ -69,23 +69,23 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.5g}"
 
 
-def _ends(run: Run) -> Iterator[tuple[float, Epoch]]:
+def _ends(run: RunData) -> Iterator[tuple[float, Epoch]]:
     """Yield each epoch, and the minibatches until its end; without records, epochs are counted."""
     last = {record.epoch: record.step + 1.0 for record in run.records}
     for each in run.summary.epochs if run.summary else ():
         yield last.get(each.epoch, each.epoch + 1.0) if not last or each.epoch in last else 0.0, each
 
 
-def _held_out(run: Run, name: str) -> list[Point]:
+def _held_out(run: RunData, name: str) -> list[Point]:
     found = ((x, (each.validation or {}).get(name)) for x, each in _ends(run) if x)
     return [(x, value) for x, value in found if value is not None]
 
 
-def _below(run: Run) -> str:
+def _below(run: RunData) -> str:
     return "minibatches" if run.records else "epochs"
 
 
-def _epochs(run: Run) -> dict[int, float]:
+def _epochs(run: RunData) -> dict[int, float]:
     """Return where each complete epoch ends, by its number from 1 on."""
     last = {record.epoch: record.step + 1.0 for record in run.records}
     but_the_last = last.keys() - {max(last, default=0)}
@@ -93,7 +93,7 @@ def _epochs(run: Run) -> dict[int, float]:
     return {epoch + 1: end for epoch, end in last.items() if epoch in complete}
 
 
-def _loss(run: Run) -> Chart | None:
+def _loss(run: RunData) -> Chart | None:
     """Draw the loss of each minibatch or, without records, of each epoch."""
     of_epochs = [(x, each.loss) for x, each in _ends(run) if each.loss is not None]
     trained = [(record.step + 1.0, record.loss) for record in run.records]
@@ -104,13 +104,13 @@ def _loss(run: Run) -> Chart | None:
     return chart("Loss", series, _below(run), epochs=_epochs(run))
 
 
-def _metric(run: Run, name: str) -> Chart | None:
+def _metric(run: RunData, name: str) -> Chart | None:
     title = f"{name[:1].upper()}{name[1:]} of the validation"
     series = [Series("validation", "second", _held_out(run, name), "dots")]
     return chart(title, series, _below(run), epochs=_epochs(run))
 
 
-def _made(run: Run, title: str, name: str) -> Chart | None:
+def _made(run: RunData, title: str, name: str) -> Chart | None:
     """Draw a figure of the updates."""
     known = ((record.step + 1.0, getattr(record, name)) for record in run.records)
     points = [(x, value) for x, value in known if value is not None]
@@ -118,7 +118,7 @@ def _made(run: Run, title: str, name: str) -> Chart | None:
     return chart(title, series, "minibatches", epochs=_epochs(run))
 
 
-def _seconds(run: Run) -> Chart | None:
+def _seconds(run: RunData) -> Chart | None:
     """Draw what minibatches took, beside the prediction. Far longer ones are cut off, and named."""
     points = [(record.step + 1.0, 1e3 * record.seconds) for record in run.records]
     predicted = run.summary.predicted_minibatch_seconds if run.summary else None

@@ -1,4 +1,4 @@
-"""Run: what a training or a comparison leaves in its folder, as data for a report.
+"""Run data: what a training or a comparison leaves in its folder, as data for a report.
 
 Pure: nothing is read here, and torch and MPI are not known. Invariant: whatever a file may lack is optional.
 """
@@ -118,7 +118,7 @@ class Summary:
     ended: str = ""  # date and time, UTC, as ISO 8601 has them
 
 
-class Record(NamedTuple):
+class MetricsLine(NamedTuple):
     """A line of metrics.jsonl: a minibatch; `loss` may be NaN."""
 
     step: int
@@ -131,7 +131,7 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunData:
     """A training's folder.
 
     Args:
@@ -148,7 +148,7 @@ class Run:
     plan: Plan | None = None
     profile: ModelProfile | None = None
     cluster: Cluster | None = None
-    records: tuple[Record, ...] = ()
+    records: tuple[MetricsLine, ...] = ()
     timelines: Mapping[str, Timeline] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
@@ -182,5 +182,5 @@ class Comparison:
     ranks: int
     rounds: int
     figures: Mapping[str, Summary]
-    runs: Mapping[str, Run]
+    runs: Mapping[str, RunData]
     links: Mapping[str, str]

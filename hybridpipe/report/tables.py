@@ -30,7 +30,7 @@ COMPARE_LEGEND = "p2p and all-reduced: of all ranks, per minibatch"
 Row = dict[str, str]  # of a table: cells by heading
 
 
-class Explanation(NamedTuple):
+class PlanExplanation(NamedTuple):
     """A plan and the reasons for it, in parts.
 
     Args:
@@ -123,7 +123,7 @@ def explanation(
     profile: ModelProfile,
     cluster: Cluster,
     num_ranks: int | None = None,
-) -> Explanation:
+) -> PlanExplanation:
     """Give the reasons for a plan.
 
     Args:
@@ -133,7 +133,7 @@ def explanation(
         num_ranks: usable ranks; by default all of the cluster.
     """
     total = cluster.num_ranks if num_ranks is None else num_ranks
-    return Explanation(
+    return PlanExplanation(
         headline(plan, profile.samples, total),
         (*_prediction(plan, profile, cluster), *_model(plan, profile)),
         stage_rows(plan, profile, cluster),

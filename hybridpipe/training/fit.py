@@ -15,7 +15,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.training.callbacks import CallbackList
 from hybridpipe.training.evaluation import reached
 from hybridpipe.training.loop import Breaks, EpochLoop
-from hybridpipe.training.metrics import Recorder
+from hybridpipe.training.metrics import Metrics
 from hybridpipe.training.train_state import TrainState
 
 
@@ -25,7 +25,7 @@ class FitLoop:
     Args:
         worker: this rank's worker.
         state: the train state, kept up to date.
-        recorder: takes records and the entries of the history.
+        metrics: takes records and the entries of the history.
         keeper: saves checkpoints; None for none.
         minibatch_size: samples of a full minibatch.
         batches: begins the next epoch, or continues one, and yields its minibatches.
@@ -39,7 +39,7 @@ class FitLoop:
         self,
         worker: Worker,
         state: TrainState,
-        recorder: Recorder,
+        metrics: Metrics,
         keeper: Keeper | None,
         minibatch_size: int,
         batches: Callable[[], Iterator[Minibatch]],
@@ -48,7 +48,7 @@ class FitLoop:
         callbacks: CallbackList,
         breaks: Breaks,
     ) -> None:
-        self._worker, self._state, self._recorder, self._keeper = worker, state, recorder, keeper
+        self._worker, self._state, self._metrics, self._keeper = worker, state, metrics, keeper
         self._minibatch_size, self._batches, self._evaluate = minibatch_size, batches, evaluate
         self._wanted, self._callbacks = wanted, callbacks
         self._breaks = breaks._replace(evaluate=self._evaluated)
@@ -88,7 +88,7 @@ class FitLoop:
         adopts = self._callbacks.are_users and not self._worker.plan.is_asynchronous
         batches = self._batches()
         of_fit = self._minibatch_size, self._keeper, self._breaks
-        epoch = EpochLoop(self._worker, self._recorder, self._state, *of_fit)
+        epoch = EpochLoop(self._worker, self._metrics, self._state, *of_fit)
         self._state.in_epoch = True
         try:
             with closing(epoch.run(batches)) as records:  # closed at once after an error
@@ -113,12 +113,12 @@ class FitLoop:
             if metrics is None:  # the resumed training evaluates first
                 return not self._stops()
         entry = state.end_epoch(metrics)
-        self._recorder.end_epoch(entry)
+        self._metrics.end_epoch(entry)
         self._callbacks.tell("on_epoch_end", entry)
         if self._stops():
             return False
         if self._wanted and metrics is not None and reached(metrics, self._wanted):
-            self._recorder.reach_target(state.epoch)
+            self._metrics.reach_target(state.epoch)
             return False
         return True
 

@@ -48,7 +48,7 @@ class Results(NamedTuple):
         write_json(out / "trace.json", trace)
 
 
-class Records:
+class MetricsFile:
     """The lines of metrics.jsonl, which rank 0 writes."""
 
     def __init__(self, trainer: TrainerView, out: Path, appends: bool) -> None:

@@ -43,7 +43,7 @@ def made(tmp_path):
     wheels = folder / "wheels"
     wheels.mkdir(parents=True)
     files = [wheel(wheels, "first-1.0-py3-none-any"), wheel(wheels, "second-2.0-py3-none-any", "first")]
-    manifest = bundle.Manifest(
+    manifest = bundle.BundleManifest(
         hybridpipe="0.1.0",
         requirements=bundle.requirements(""),
         extras="",

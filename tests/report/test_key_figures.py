@@ -4,7 +4,7 @@ import pytest
 
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.report.key_figures import figures, memory_limit, warnings
-from hybridpipe.report.run import Record, Run, Summary
+from hybridpipe.report.run import MetricsLine, RunData, Summary
 
 CLUSTER = Cluster((Level("host", 2, 1e9, 1e-4, fit_error=0.1),), memory_bytes=1000)
 
@@ -46,35 +46,35 @@ def test_a_target_that_was_reached_is_told():
 
 
 def test_nothing_known_is_no_figure():
-    assert told() == {} and list(warnings(Run("run"))) == []
+    assert told() == {} and list(warnings(RunData("run"))) == []
 
 
 @pytest.mark.parametrize("seconds, factor", [(0.5, "0.50"), (2.0, "2.00"), (1.2, None), (0.85, None)])
 def test_a_prediction_that_is_far_off_is_a_warning(seconds, factor):
     summary = Summary(minibatch_seconds_median=seconds, predicted_minibatch_seconds=1.0)
     expected = [] if factor is None else [f"a minibatch took {factor} times as long as predicted"]
-    assert list(warnings(Run("run", summary=summary))) == expected
+    assert list(warnings(RunData("run", summary=summary))) == expected
 
 
 def test_rough_links_are_a_warning():
     level = replace(CLUSTER.levels[0], fit_error=1.6)
-    (line,) = warnings(Run("run", cluster=replace(CLUSTER, levels=(level,))))
+    (line,) = warnings(RunData("run", cluster=replace(CLUSTER, levels=(level,))))
     assert "over the level host are doubtful: at one size they take 2.6 times as long" in line
-    assert list(warnings(Run("run", cluster=CLUSTER))) == []
+    assert list(warnings(RunData("run", cluster=CLUSTER))) == []
 
 
 def test_a_full_rank_is_a_warning():
-    run = Run("run", summary=Summary(peak_memory_bytes=(950, 100)), cluster=CLUSTER)
+    run = RunData("run", summary=Summary(peak_memory_bytes=(950, 100)), cluster=CLUSTER)
     assert list(warnings(run)) == ["rank 0 had 950 B of the 1 kB that it may have"]
 
 
 def test_the_limit_of_the_summary_goes_before_that_of_the_cluster():
-    run = Run("run", summary=Summary(memory_limit_bytes=(500, None)), cluster=CLUSTER)
+    run = RunData("run", summary=Summary(memory_limit_bytes=(500, None)), cluster=CLUSTER)
     assert [memory_limit(run, rank) for rank in range(3)] == [500, None, None]
     assert memory_limit(replace(run, summary=None), 1) == 1000
     assert memory_limit(replace(run, summary=None, cluster=replace(CLUSTER, memory_bytes=None)), 1) is None
 
 
 def test_losses_that_are_not_finite_are_counted():
-    records = tuple(Record(i, 0, float("nan"), 1, 1.0) for i in range(1200))
-    assert list(warnings(Run("run", records=records))) == ["the loss of 1,200 minibatches was not finite"]
+    records = tuple(MetricsLine(i, 0, float("nan"), 1, 1.0) for i in range(1200))
+    assert list(warnings(RunData("run", records=records))) == ["the loss of 1,200 minibatches was not finite"]

@@ -60,7 +60,7 @@ class Weight(str):
     """A parameter or buffer, by its first name in the model."""
 
 
-class Part(str):
+class Submodule(str):
     """A module as an argument of a call, by its path in the model."""
 
 
@@ -154,7 +154,7 @@ class Event:
         ambient: contexts around the call.
         where: line of the user's forward, such as "model.py:123".
         call: number of this call among those of the name, from 0.
-        arguments: each a Value, Weight, Part, Constant or plain Python.
+        arguments: each a Value, Weight, Submodule, Constant or plain Python.
         results: for each leaf of the result its new Value; None: an old tensor, or no tensor.
         facts: of each leaf of the result, what Python may learn from it: a shape or a number.
         draws: draws random numbers from torch's generators.

@@ -29,7 +29,7 @@ from hybridpipe.model.recording.events import (
     Ambient,
     Constant,
     Event,
-    Part,
+    Submodule,
     Unsplittable,
     Value,
     ValueInfo,
@@ -82,7 +82,7 @@ class Recorder(TorchFunctionMode):
         self._model, self._units, self._watch, self._fake = model, units, watch, fake
         self.born, self._earlier = Births(), earlier
         self._paths = {id(module): path for path, module in units.items()}
-        self._parts = {id(module): Part(path) for path, module in model.named_modules()}
+        self._submodules = {id(module): Submodule(path) for path, module in model.named_modules()}
         self._parameters = {id(tensor): Weight(name) for name, tensor in model.named_parameters()}
         self._names = self._parameters | {id(tensor): Weight(name) for name, tensor in model.named_buffers()}
         self._buffers = {Weight(name) for name, _ in model.named_buffers()}
@@ -301,8 +301,8 @@ class Recorder(TorchFunctionMode):
 
     def _place_touched(self, event: Event) -> None:
         """Open a unit, and refuse a function, that uses weights which are not its own."""
-        for part in (argument for argument in event.arguments if argument.__class__ is Part):
-            event.weights |= self._own[part]
+        for submodule in (argument for argument in event.arguments if argument.__class__ is Submodule):
+            event.weights |= self._own[submodule]
         foreign = self._touched - event.weights
         if foreign and event.is_unit:
             self.escapes[event.name] = f"{event.where}: it uses {min(foreign)}, which is not its own"
@@ -370,11 +370,11 @@ class Recorder(TorchFunctionMode):
     def _reference(self, leaf: Any) -> Any:
         """Return an argument as an event holds it."""
         if isinstance(leaf, nn.Module):
-            if id(leaf) not in self._parts:
+            if id(leaf) not in self._submodules:
                 raise Unsplittable(
                     f"{line_of_forward()}: a {type(leaf).__name__} that is no part of the model"
                 )
-            return self._parts[id(leaf)]
+            return self._submodules[id(leaf)]
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) in self._known:

@@ -18,7 +18,7 @@ from hybridpipe.model.recording.events import (
     Constant,
     Diverged,
     Event,
-    Part,
+    Submodule,
     Unsplittable,
     Value,
     Weight,
@@ -144,9 +144,9 @@ class Slice:
         self._copied = {i for i in self.needs if record.storage(record.inputs[i]) in record.rewritten()}
         makers = set(chosen)
         self._assigned = [(w, v) for w, v in record.assigned if record.values[v].maker in makers]
-        parts = (leaf for event in events for leaf in event.arguments if leaf.__class__ is Part)
+        submodules = (leaf for event in events for leaf in event.arguments if leaf.__class__ is Submodule)
         units = (event.name for event in events if event.is_unit)
-        self.units = tuple(dict.fromkeys(map(str, itertools.chain(units, parts))))
+        self.units = tuple(dict.fromkeys(map(str, itertools.chain(units, submodules))))
         weights = {weight for event in events for weight in event.weights}
         returned = {leaf for leaf in record.outputs if self.last and leaf.__class__ is Weight}
         self.weights = tuple(sorted({*map(str, weights | returned), *(w for w, _ in self._assigned)}))
@@ -172,7 +172,7 @@ class Slice:
         seen: dict[Any, int] = {}
 
         def described(leaf: Any) -> Any:
-            if leaf.__class__ is Part:
+            if leaf.__class__ is Submodule:
                 return module_signature(self._lookup.unit(leaf))
             if leaf.__class__ is Weight:
                 return seen.setdefault(leaf, len(seen)), tensor_signature(self._lookup.weight(leaf))
@@ -242,7 +242,7 @@ class Slice:
         return _Step(event, seeds, _calling(function, event.spec), leaves, reads, dead)
 
     def _known(self, leaf: Any) -> Any:
-        if leaf.__class__ is Part:
+        if leaf.__class__ is Submodule:
             return self._lookup.unit(leaf)
         if isinstance(leaf, torch.device):
             return self._device or leaf

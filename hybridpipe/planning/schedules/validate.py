@@ -109,7 +109,7 @@ def validate(
     for rank, program in programs.items():
         place = plan.place(rank)
         assert place is not None
-        _Rank(plan, rank, place, count, allowed).check(program)
+        _RankCheck(plan, rank, place, count, allowed).check(program)
     _check_progress(
         plan, {rank: _sending_late(plan, rank, each) for rank, each in programs.items()}, synchronous_sends
     )
@@ -127,7 +127,7 @@ def _sending_late(plan: Plan, rank: int, program: Program) -> Program:
     return tuple(late)
 
 
-class _Rank:
+class _RankCheck:
     """One rank's program, read from its start."""
 
     def __init__(self, plan: Plan, rank: int, place: Place, count: int, allowed: tuple[int, ...]) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hybridpipe.planning import draw
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.timeline import Event, Timeline, kind, typical
+from hybridpipe.planning.timeline import Timeline, TimelineEvent, kind, typical
 from hybridpipe.planning.units import duration
 from hybridpipe.report.page.curves import Hover, Tick
 
@@ -22,7 +22,7 @@ WIDE, NARROW = 800, 300  # pixels of a row on a desk and on a telephone, at leas
 CHARACTER = 8.0  # pixels of a digit
 
 
-class Number(NamedTuple):
+class PlacedNumber(NamedTuple):
     """A microbatch's number, its place in percent, its kind, and whether only a wide page has room for it."""
 
     left: float
@@ -37,7 +37,7 @@ class Row(NamedTuple):
     label: str
     detail: str
     paths: Mapping[str, str]
-    numbers: Sequence[Number]
+    numbers: Sequence[PlacedNumber]
     hovers: Sequence[Hover]
     value: str
 
@@ -54,7 +54,7 @@ class TimelineView:
     kind: str = "timeline"
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """A piece of a strip, in percent of the page's scale."""
 
     style: str
@@ -63,22 +63,22 @@ class Part(NamedTuple):
     text: str
 
 
-class Strip(NamedTuple):
+class StackedBar(NamedTuple):
     """A row of parts, with a mark such as a limit at `mark` percent."""
 
     label: str
-    parts: tuple[Part, ...]
+    parts: tuple[Segment, ...]
     value: str
     mark: float | None = None
 
 
 @dataclass(frozen=True)
-class Strips:
+class StackedBars:
     """Strips of one scale. `legend` has style and name of each kind of part."""
 
     title: str
     legend: tuple[tuple[str, str], ...]
-    rows: tuple[Strip, ...]
+    rows: tuple[StackedBar, ...]
     note: str = ""
     kind: str = "strips"
 
@@ -115,9 +115,9 @@ def _first(timeline: Timeline) -> tuple[Timeline, str]:
     return Timeline(first), f"the first {STREAM} of {total} updates"
 
 
-def _updates(events: Iterable[Event]) -> list[list[Event]]:
+def _updates(events: Iterable[TimelineEvent]) -> list[list[TimelineEvent]]:
     """Split a rank's events behind each update."""
-    found: list[list[Event]] = []
+    found: list[list[TimelineEvent]] = []
     ended = True
     for event in events:
         name = kind(event.instruction)
@@ -156,7 +156,7 @@ def _view(name: str, timeline: Timeline, note: str, plan: Plan, span: float) -> 
     return TimelineView(name, ", ".join(notes), tuple(rows), _seconds(span), legend)
 
 
-def _hovers(events: Iterable[Event], per_second: float) -> Iterator[Hover]:
+def _hovers(events: Iterable[TimelineEvent], per_second: float) -> Iterator[Hover]:
     """Yield what a reader sees who points at an event that is long enough for that."""
     for event in events:
         left, width = event.start_seconds * per_second, event.seconds * per_second
@@ -164,12 +164,12 @@ def _hovers(events: Iterable[Event], per_second: float) -> Iterator[Hover]:
             yield Hover(left, width, f"{name} {event.instruction}: {duration(event.seconds)}")
 
 
-def _number(number: draw.Number) -> Iterable[Number]:
+def _number(number: draw.MicrobatchNumber) -> Iterable[PlacedNumber]:
     """Yield the number of a bar if the bar has room for it."""
     wanted = CHARACTER * len(number.text) + 4
     if number.length / WIDTH * WIDE > wanted:
         left = 100 * (number.x + number.length / 2) / WIDTH
-        yield Number(left, number.text, number.kind, number.length / WIDTH * NARROW <= wanted)
+        yield PlacedNumber(left, number.text, number.kind, number.length / WIDTH * NARROW <= wanted)
 
 
 def _seconds(span: float) -> tuple[Tick, ...]:
@@ -183,7 +183,7 @@ def _seconds(span: float) -> tuple[Tick, ...]:
     )
 
 
-def stack(label: str, parts: Iterable[tuple[str, float, str]], whole: float, value: str = "") -> Strip:
+def stack(label: str, parts: Iterable[tuple[str, float, str]], whole: float, value: str = "") -> StackedBar:
     """Lay parts side by side.
 
     Args:
@@ -194,6 +194,6 @@ def stack(label: str, parts: Iterable[tuple[str, float, str]], whole: float, val
     laid, left = [], 0.0
     for style, amount, text in parts:
         if amount > 0:
-            laid.append(Part(style, left, 100 * amount / whole, text))
+            laid.append(Segment(style, left, 100 * amount / whole, text))
             left += 100 * amount / whole
-    return Strip(label, tuple(laid), value)
+    return StackedBar(label, tuple(laid), value)

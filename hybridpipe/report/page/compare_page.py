@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import accumulate
 
-from hybridpipe.report.page.bar_charts import Strips, stack
+from hybridpipe.report.page.bar_charts import StackedBars, stack
 from hybridpipe.report.page.curves import Point, Series, chart
 from hybridpipe.report.page.html import Block, Charts, Figure, Page, Section, Table
-from hybridpipe.report.run import Comparison, Run
+from hybridpipe.report.run import Comparison, RunData
 from hybridpipe.report.tables import compare_legend, compare_rows, reference_of
 from hybridpipe.report.words import counted
 
@@ -58,7 +58,7 @@ def _speed(comparison: Comparison) -> Iterator[Block]:
         speed, expected = each.samples_per_second or 0.0, each.predicted_samples_per_second
         strip = stack(name, [("accent", speed, f"{speed:,.0f} samples/s")], whole or 1.0, f"{speed:,.0f}")
         rows.append(strip._replace(mark=100 * expected / whole if expected else None))
-    yield Strips("Samples/s", (("accent", "measured"), ("limit", "predicted")), tuple(rows))
+    yield StackedBars("Samples/s", (("accent", "measured"), ("limit", "predicted")), tuple(rows))
     told = {name: asdict(each) for name, each in figures.items()}
     yield Table(compare_rows(told, reference_of(figures)), compare_legend(told), links=comparison.links)
 
@@ -78,10 +78,10 @@ def _learning(comparison: Comparison) -> Iterator[Block]:
         yield Charts(drawn)
 
 
-def _by_minibatch(run: Run) -> list[Point]:
+def _by_minibatch(run: RunData) -> list[Point]:
     return [(record.step + 1.0, record.loss) for record in run.records]
 
 
-def _by_time(run: Run) -> list[Point]:
+def _by_time(run: RunData) -> list[Point]:
     seconds = accumulate(record.seconds for record in run.records)
     return [(at, record.loss) for at, record in zip(seconds, run.records)]

@@ -43,7 +43,7 @@ class Tick(NamedTuple):
     text: str
 
 
-class Path(NamedTuple):
+class SvgPath(NamedTuple):
     """A line or, with the form "band", an area."""
 
     style: str
@@ -81,7 +81,7 @@ class Chart:
 
     title: str
     legend: tuple[tuple[str, str], ...]
-    paths: tuple[Path, ...]
+    paths: tuple[SvgPath, ...]
     dots: tuple[Dot, ...]
     across: tuple[Tick, ...]
     upward: tuple[Tick, ...]
@@ -236,7 +236,7 @@ def _step(least: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
-def _paths(series: Series, buckets: Sequence[_Bucket], across: _Axis, upward: _Axis) -> Iterator[Path]:
+def _paths(series: Series, buckets: Sequence[_Bucket], across: _Axis, upward: _Axis) -> Iterator[SvgPath]:
     def line(points: Iterable[Point]) -> str:
         return "L".join(
             f"{WIDTH * across.share(x):.1f} {HEIGHT * (1 - upward.share(min(y, upward.most))):.2f}"
@@ -246,8 +246,8 @@ def _paths(series: Series, buckets: Sequence[_Bucket], across: _Axis, upward: _A
     if series.form == "mean":
         over = line((each.x, each.most) for each in buckets)
         under = line((each.x, each.least) for each in reversed(buckets))
-        yield Path(series.style, "band", f"M{over}L{under}z")
-    yield Path(series.style, series.form, f"M{line((each.x, each.value) for each in buckets)}")
+        yield SvgPath(series.style, "band", f"M{over}L{under}z")
+    yield SvgPath(series.style, series.form, f"M{line((each.x, each.value) for each in buckets)}")
 
 
 def _dots(series: Series, buckets: Sequence[_Bucket], across: _Axis, upward: _Axis) -> Iterator[Dot]:

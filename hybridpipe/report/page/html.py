@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hybridpipe.planning.draw import COLOURS
-from hybridpipe.report.page.bar_charts import Strips, TimelineView
+from hybridpipe.report.page.bar_charts import StackedBars, TimelineView
 from hybridpipe.report.page.curves import Chart
 from hybridpipe.version import __version__
 
@@ -75,7 +75,7 @@ class Charts:
     kind: str = "charts"
 
 
-Block = Lines | Table | Listing | Charts | Strips | TimelineView
+Block = Lines | Table | Listing | Charts | StackedBars | TimelineView
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Run page: the report of one training.
 
-Takes a `Run`, returns a `Page`; not known here: files and HTML. Invariant: what the run's files lack is left
-out, and said once.
+Takes `RunData`, returns a `Page`; not known here: files and HTML. Invariant: what the run's files lack is
+left out, and said once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,10 +13,10 @@ from hybridpipe.report import cluster as machines
 from hybridpipe.report import learning
 from hybridpipe.report.key_figures import figures, memory_limit, warnings
 from hybridpipe.report.memory import memory_rows
-from hybridpipe.report.page.bar_charts import Strip, Strips, stack, timelines
+from hybridpipe.report.page.bar_charts import StackedBar, StackedBars, stack, timelines
 from hybridpipe.report.page.html import Block, Charts, Lines, Listing, Page, Section, Table
 from hybridpipe.report.rank_time import TRACED
-from hybridpipe.report.run import FILES, Run, Summary
+from hybridpipe.report.run import FILES, RunData, Summary
 from hybridpipe.report.settings import toml_text
 from hybridpipe.report.tables import LEGEND, explanation
 from hybridpipe.report.words import counted, ranges, spell
@@ -38,7 +38,7 @@ RANK_PARTS: Names = {  # of `rank_seconds`, whose first field is the whole
 MEMORY_NOTE = "before training: Python, libraries, the model, and what measuring left behind"
 
 
-def run_page(run: Run) -> Page:
+def run_page(run: RunData) -> Page:
     """Lay out the report of a training."""
     summary = run.summary or Summary()
     what = "Minibatches" if run.plan and run.plan.is_asynchronous else "One minibatch"
@@ -62,7 +62,7 @@ def run_page(run: Run) -> Page:
     )
 
 
-def _facts(run: Run) -> Iterator[str]:
+def _facts(run: RunData) -> Iterator[str]:
     plan, start = run.plan, run.start
     if plan is not None:
         yield f"plan {plan.name}, {plan.schedule}"
@@ -80,7 +80,7 @@ def _facts(run: Run) -> Iterator[str]:
     yield f"in {run.name}"
 
 
-def _plan(run: Run) -> Iterator[Block]:
+def _plan(run: RunData) -> Iterator[Block]:
     """Yield the plan and the reasons for it or, where nothing was measured, its stages only."""
     plan = run.plan
     if plan is None:
@@ -102,7 +102,7 @@ def _plan(run: Run) -> Iterator[Block]:
         yield Lines((_sentence(found.unused),))
 
 
-def _notes(run: Run) -> Iterator[Block]:
+def _notes(run: RunData) -> Iterator[Block]:
     if run.start is not None and run.start.notes:
         yield Lines(run.start.notes)
 
@@ -118,7 +118,7 @@ def _stages(plan: Plan) -> list[dict[str, str]]:
     ]
 
 
-def _learning(run: Run) -> Iterator[Block]:
+def _learning(run: RunData) -> Iterator[Block]:
     if charts := learning.charts(run):
         yield Charts(tuple(charts))
     if rows := learning.epoch_rows(run):
@@ -127,7 +127,7 @@ def _learning(run: Run) -> Iterator[Block]:
         yield Table(rows, note, best.row if best else None, title="each epoch")
 
 
-def _minibatch(run: Run, summary: Summary) -> Iterator[Block]:
+def _minibatch(run: RunData, summary: Summary) -> Iterator[Block]:
     if run.plan is not None:
         names = [name for name in ("predicted", "measured") if name in run.timelines]
         yield from timelines({name: run.timelines[name] for name in names}, run.plan)
@@ -169,11 +169,11 @@ def _left_out(ranks: list[int], count: int) -> str:
     return f"{len(ranks)} of {count} ranks" if len(ranks) < count else ""
 
 
-def _strips(title: str, rows: Mapping[str, Mapping[str, float]], names: Names, note: str = "") -> Strips:
+def _strips(title: str, rows: Mapping[str, Mapping[str, float]], names: Names, note: str = "") -> StackedBars:
     """Lay out seconds by part, a row each, on one scale."""
     sums = {label: sum(seconds.get(field, 0.0) for field in names) for label, seconds in rows.items()}
     whole = max(sums.values()) or 1.0
-    return Strips(
+    return StackedBars(
         title,
         tuple(names[field] for field in names if any(seconds.get(field) for seconds in rows.values())),
         tuple(
@@ -192,7 +192,7 @@ def _strips(title: str, rows: Mapping[str, Mapping[str, float]], names: Names, n
     )
 
 
-def _memory(run: Run, summary: Summary) -> Iterator[Block]:
+def _memory(run: RunData, summary: Summary) -> Iterator[Block]:
     peaks = summary.peak_memory_bytes
     if not peaks:
         return
@@ -207,11 +207,11 @@ def _memory(run: Run, summary: Summary) -> Iterator[Block]:
             ("faint", float(first), f"before training {size(first)}"),
             ("accent", float(peaks[rank] - first), f"more {size(peaks[rank] - first)}"),
         ]
-        strip: Strip = stack(f"rank {rank}", parts, whole, _of(peaks[rank], limit))
+        strip: StackedBar = stack(f"rank {rank}", parts, whole, _of(peaks[rank], limit))
         strips.append(strip._replace(mark=None if limit is None else 100 * limit / whole))
     legend = (("faint", "before training"), ("accent", "more, at most"), ("limit", "limit"))
     shown = legend if any(limit is not None for limit in limits) else legend[:2]
-    yield Strips("Memory of each rank’s process", shown, tuple(strips), _left_out(ranks, len(peaks)))
+    yield StackedBars("Memory of each rank’s process", shown, tuple(strips), _left_out(ranks, len(peaks)))
     if run.plan is not None and max(run.plan.ranks) < len(peaks):
         origins = summary.memory_limit_origin or ("cluster.json",) * len(peaks)
         rows = memory_rows(run.plan, peaks, before, limits, origins)
@@ -222,7 +222,7 @@ def _of(peak: int, limit: int | None) -> str:
     return size(peak) if limit is None else f"{size(peak)} of {size(limit)}"
 
 
-def _machines(run: Run) -> Iterator[Block]:
+def _machines(run: RunData) -> Iterator[Block]:
     start, cluster = run.start, run.cluster
     cores = start.num_cores[0] if start and len(set(start.num_cores)) == 1 else None
     if start is not None and start.hosts:
@@ -239,7 +239,7 @@ def _machines(run: Run) -> Iterator[Block]:
         yield Lines((", ".join(f"{name} {version}" for name, version in start.versions.items()),))
 
 
-def _configuration(run: Run) -> Iterator[Block]:
+def _configuration(run: RunData) -> Iterator[Block]:
     if run.start is None:
         return
     start = run.start
@@ -250,7 +250,7 @@ def _configuration(run: Run) -> Iterator[Block]:
     yield Listing(toml_text(run.start.settings))
 
 
-def _files(run: Run) -> Iterator[Block]:
+def _files(run: RunData) -> Iterator[Block]:
     if run.files:
         rows = [{"file": name, "holds": FILES[name]} for name in run.files]
         yield Table(rows, links={name: name for name in run.files})

@@ -2,7 +2,7 @@ from pytest import approx
 
 from hybridpipe.report.page.compare_page import compare_page
 from hybridpipe.report.page.html import render
-from hybridpipe.report.run import Comparison, Record, Run, Summary
+from hybridpipe.report.run import Comparison, MetricsLine, RunData, Summary
 from tests.report.made import EVIL
 from tests.report.pages import Tree
 
@@ -12,8 +12,8 @@ def figures(plan: str, speed: float, predicted: float | None = None) -> Summary:
     return Summary(plan, samples_per_second=speed, predicted_samples_per_second=predicted, **more)
 
 
-def run(seconds: float) -> Run:
-    return Run("round0", records=tuple(Record(i, 0, 1.0 / (1 + i), 8, seconds) for i in range(4)))
+def run(seconds: float) -> RunData:
+    return RunData("round0", records=tuple(MetricsLine(i, 0, 1.0 / (1 + i), 8, seconds) for i in range(4)))
 
 
 TWO = Comparison(
@@ -51,7 +51,7 @@ def test_losses_have_one_axis_of_minibatches_and_one_of_seconds():
 
 
 def test_runs_without_figures_are_a_page():
-    bare = Comparison(EVIL, 2, 1, {EVIL: Summary(EVIL)}, {EVIL: Run(EVIL)}, {})
+    bare = Comparison(EVIL, 2, 1, {EVIL: Summary(EVIL)}, {EVIL: RunData(EVIL)}, {})
     seen = Tree(render(compare_page(bare)))
     assert "Speed" in seen.texts and "Learning" not in seen.texts and EVIL in seen.texts
     assert "script" not in {tag for tag, _ in seen.tags}

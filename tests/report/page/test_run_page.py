@@ -5,17 +5,17 @@ import pytest
 from hybridpipe.report.folder import read_run
 from hybridpipe.report.page.html import render
 from hybridpipe.report.page.run_page import run_page
-from hybridpipe.report.run import Run
+from hybridpipe.report.run import RunData
 from tests.report.made import EVIL, make_run
 from tests.report.pages import Tree
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Run:
+def run(tmp_path_factory) -> RunData:
     return read_run(make_run(tmp_path_factory.mktemp("run")))
 
 
-def shown(run: Run) -> Tree:
+def shown(run: RunData) -> Tree:
     return Tree(render(run_page(run)))
 
 
@@ -78,7 +78,7 @@ def test_whatever_is_missing_the_rest_is_shown(run, name):
 
 
 def test_an_empty_run_is_a_page(run):
-    assert "Plan, and why" not in shown(Run("runs")).text
+    assert "Plan, and why" not in shown(RunData("runs")).text
 
 
 def test_a_plan_that_was_given_is_shown_without_reasons(run):
