@@ -278,7 +278,7 @@ class Worker:
             for m, loss in losses.items():
                 numbers[m] = loss
             self._settle()
-            return self.share(numbers), events
+            return self.sum_losses(numbers), events
 
     def stream(
         self, minibatches: Sequence[Minibatch], step: int, done: int = 0
@@ -301,12 +301,14 @@ class Worker:
                 for m, loss in update.losses.items():
                     at = stream[m]
                     numbers[at.step - step][at.microbatch] = loss
-                shared = [self.share(ahead.popleft(), update.skipped) for _ in range(update.num_minibatches)]
+                summed = [
+                    self.sum_losses(ahead.popleft(), update.skipped) for _ in range(update.num_minibatches)
+                ]
                 if scales is not None:
-                    scales.note(each.were_skipped for each in shared)
-                yield shared, update.events
+                    scales.note(each.were_skipped for each in summed)
+                yield summed, update.events
             while ahead:
-                yield [self.share(ahead.popleft())], []
+                yield [self.sum_losses(ahead.popleft())], []
             self._settle()
 
     def loads(self, counts: Sequence[int], begin: int = 0, stream_start: int = 0) -> list[tuple[int, int]]:
@@ -414,9 +416,9 @@ class Worker:
 
         with failure.guard():
             self.executor.infer(self._forward_program(len(minibatch.sizes)), minibatch, note, number)
-            return self.share(numbers)
+            return self.sum_losses(numbers)
 
-    def share(self, numbers: np.ndarray, skipped: bool = False) -> PendingLosses:
+    def sum_losses(self, numbers: np.ndarray, skipped: bool = False) -> PendingLosses:
         """Start to sum `numbers` over all ranks in the background. Collective.
 
         Args:

@@ -6,7 +6,7 @@ Takes data, returns texts. Invariant: every warning says what it is about, and h
 import math
 from collections.abc import Iterator
 
-from hybridpipe.planning.units import duration, size
+from hybridpipe.planning.quantities import duration, size
 from hybridpipe.report import cluster as machines
 from hybridpipe.report.learning import best_epoch
 from hybridpipe.report.page.html import Figure

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from hybridpipe.planning.units import duration
+from hybridpipe.planning.quantities import duration
 from hybridpipe.report.page.curves import Chart, Point, Series, chart
 from hybridpipe.report.run import Epoch, RunData
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from hybridpipe.model.explanation import RECORDED, WHOLE, ForbiddenCut, LayerFacts, ModelExplanation
 from hybridpipe.planning.profile import SharedParameter
-from hybridpipe.planning.units import size
+from hybridpipe.planning.quantities import size
 from hybridpipe.report.table import table
 from hybridpipe.report.words import few
 

@@ -6,8 +6,8 @@ Takes data, returns text. Invariant: a minibatch's parts add up to it, and idle 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from hybridpipe.planning.quantities import duration
 from hybridpipe.planning.timeline import TimeParts
-from hybridpipe.planning.units import duration
 from hybridpipe.report.table import table
 
 TRACED = {  # parts of a rank's minibatch: field -> heading

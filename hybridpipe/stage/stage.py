@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hybridpipe.model.rng import may_draw_from_python, seed_place
 from hybridpipe.model.stage_module import Seed, StageModule
 from hybridpipe.model.tensors import TensorTree, Tree, described, map_tensors, tensors_in, tensors_of
-from hybridpipe.stage.deferred import Deferring
+from hybridpipe.stage.deferred_wgrad import Deferring
 from hybridpipe.stage.losses import MicrobatchLoss, computed
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.split_backward import WeightHalf

@@ -69,7 +69,7 @@ class FitLoop:
     def _run(self, epochs: int) -> None:
         self._worker.end_requested = False
         self._callbacks.tell("on_fit_start")
-        if self._keeper is not None and self._worker.share(np.zeros(0)).ask_to_stop():
+        if self._keeper is not None and self._worker.sum_losses(np.zeros(0)).ask_to_stop():
             self._state.preempted, epochs = True, 0
         elif self._state.only_ends_epoch(self._minibatch_size):
             epochs += 1
@@ -135,7 +135,7 @@ class FitLoop:
 
     def _is_over(self) -> bool:
         """Return True if no epoch is to begin: a callback wants the end, or `max_steps` is reached."""
-        if self._worker.share(np.zeros(0)).ask_to_end():
+        if self._worker.sum_losses(np.zeros(0)).ask_to_end():
             self.stopped = True
         only_ends = self._state.only_ends_epoch(self._minibatch_size)
         return self.stopped or (self._state.step >= self._breaks.max_steps and not only_ends)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hybridpipe.model.precision import FP32, Precision
-from hybridpipe.model.recording.units import units_of
+from hybridpipe.model.recording.leaf_modules import units_of
 from hybridpipe.model.rng import random_key
 from hybridpipe.model.tensors import map_tensors
 

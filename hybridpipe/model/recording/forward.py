@@ -21,13 +21,13 @@ from hybridpipe.model.recording.births import Births
 from hybridpipe.model.recording.carried import Name, refuse_carried
 from hybridpipe.model.recording.compute import random_like
 from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments, line_of
+from hybridpipe.model.recording.leaf_modules import has_hooks, units_of
 from hybridpipe.model.recording.reads import LossReads
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.recorder import Recorder
 from hybridpipe.model.recording.refusals import hooked_and_opened, random_path
 from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.recording.surroundings import Surroundings
-from hybridpipe.model.recording.units import has_hooks, units_of
 from hybridpipe.model.recording.watch import Watch
 from hybridpipe.model.tensors import map_tensors, tensors_in
 from hybridpipe.types import Loss

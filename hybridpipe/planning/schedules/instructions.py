@@ -12,7 +12,7 @@
 
 Pure data. Invariant: a schedule yields only computing instructions, AllReduce and Step. `add_communication`
 adds sends and receives, so that no schedule has to know its neighbours, and `add_sharding` what replicas
-exchange that share out the update.
+exchange that shard the update.
 """
 
 import re
@@ -262,7 +262,7 @@ def without_update(program: Program) -> Program:
 def add_sharding(
     program: Iterable[Instruction], zero: int, scatters: bool, rounds: int
 ) -> Iterator[Instruction]:
-    """Yield the program of a replica that shares out the update with others (`StageSpec.zero`).
+    """Yield the program of a replica that shards the update with others (`StageSpec.zero`).
 
     Under 2 a reduction follows each backward, and a replica with fewer microbatches joins in the rest.
 

@@ -6,7 +6,7 @@ Pure. Known here are the rules; of the generators only `in_flight_per_stage` and
 - a receive before its use, a send after its source, and an order without deadlock
 - synchronously: one update, at the end. pipedream: one a round of the stage's replicas. pipedream-2bw:
   one a minibatch. Each after exactly its backwards, and where there are replicas after one reduction
-- replicas that share out the update (`StageSpec.zero`): the plan's kind of reduction, under 2 after each
+- replicas that shard the update (`StageSpec.zero`): the plan's kind of reduction, under 2 after each
   backward and equally often on all of them, and the weights gathered after the update. Under 2 a backward may
   wait for those of its round, so that few gradients are in flight
 - pipedream: a forward uses the newest weights (SOSP 2019, section 3.3); with vertical sync the newest that

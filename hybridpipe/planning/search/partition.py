@@ -8,7 +8,7 @@ schedule has no sum. A program over maxima alone finds its optimum at once (as P
 section 3.1), unless its plans wait for gradients: then passes for bounds narrow the optimum down. Plans whose
 ranks hold several stages are found by `interleave`.
 
-Where stages may recompute, or share out their update, each stage of the program is run a way that fits and
+Where stages may recompute, or shard their update, each stage of the program is run a way that fits and
 that no other beats (`variants`), which depends on its layers, replicas and microbatches in flight. So the
 program has hardly more plans to look at.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from hybridpipe.planning.cluster import ALL_GATHER
 from hybridpipe.planning.cost.formula import StageCost
 from hybridpipe.planning.schedules.instructions import Program, final_backwards
-from hybridpipe.planning.sharing import SharedMessage
+from hybridpipe.planning.shared_parameters import SharedMessage
 from hybridpipe.planning.simulator.resources import Machines, Route
 from hybridpipe.planning.timeline import TimelineEvent
 

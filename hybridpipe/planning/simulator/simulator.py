@@ -33,7 +33,7 @@ from hybridpipe.planning.schedules.instructions import (
     SendGradient,
     Step,
 )
-from hybridpipe.planning.sharing import exchange_of
+from hybridpipe.planning.shared_parameters import exchange_of
 from hybridpipe.planning.simulator.fluid_engine import Engine
 from hybridpipe.planning.simulator.ranks import Key, Message, Rank, Replicas
 from hybridpipe.planning.simulator.resources import Machines, RingRoute, pass_at_once

@@ -1,4 +1,4 @@
-"""Strips: the bars of a report, one row a rank or run: timelines, and stacks of parts.
+"""Bar charts: the bars of a report, one row a rank or run: timelines, and stacked bars.
 
 Pure: data in; SVG path data and positions in percent out. Predicted and measured timelines have one scale of
 time. Invariant: what is left out of a picture is said in it.
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from hybridpipe.planning import draw
 from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.quantities import duration
 from hybridpipe.planning.timeline import Timeline, TimelineEvent, kind, typical
-from hybridpipe.planning.units import duration
 from hybridpipe.report.page.curves import Hover, Tick
 
 WIDTH = 1000.0  # of a row of a timeline, in its own units; the page stretches it
@@ -55,7 +55,7 @@ class TimelineView:
 
 
 class Segment(NamedTuple):
-    """A piece of a strip, in percent of the page's scale."""
+    """A piece of a bar, in percent of the page's scale."""
 
     style: str
     left: float
@@ -64,23 +64,23 @@ class Segment(NamedTuple):
 
 
 class StackedBar(NamedTuple):
-    """A row of parts, with a mark such as a limit at `mark` percent."""
+    """A row of segments, with a mark such as a limit at `mark` percent."""
 
     label: str
-    parts: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
     value: str
     mark: float | None = None
 
 
 @dataclass(frozen=True)
 class StackedBars:
-    """Strips of one scale. `legend` has style and name of each kind of part."""
+    """Bars of one scale. `legend` has style and name of each kind of segment."""
 
     title: str
     legend: tuple[tuple[str, str], ...]
     rows: tuple[StackedBar, ...]
     note: str = ""
-    kind: str = "strips"
+    kind: str = "stacked_bars"
 
 
 def timelines(found: Mapping[str, Timeline], plan: Plan) -> list[TimelineView]:
@@ -189,7 +189,7 @@ def stack(label: str, parts: Iterable[tuple[str, float, str]], whole: float, val
     Args:
         parts: style, amount and text of each, in order.
         whole: the amount that is as long as the page is wide.
-        value: the text behind the strip.
+        value: the text behind the bar.
     """
     laid, left = [], 0.0
     for style, amount, text in parts:

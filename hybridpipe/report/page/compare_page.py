@@ -56,8 +56,8 @@ def _speed(comparison: Comparison) -> Iterator[Block]:
     rows = []
     for name, each in figures.items():
         speed, expected = each.samples_per_second or 0.0, each.predicted_samples_per_second
-        strip = stack(name, [("accent", speed, f"{speed:,.0f} samples/s")], whole or 1.0, f"{speed:,.0f}")
-        rows.append(strip._replace(mark=100 * expected / whole if expected else None))
+        bar = stack(name, [("accent", speed, f"{speed:,.0f} samples/s")], whole or 1.0, f"{speed:,.0f}")
+        rows.append(bar._replace(mark=100 * expected / whole if expected else None))
     yield StackedBars("Samples/s", (("accent", "measured"), ("limit", "predicted")), tuple(rows))
     told = {name: asdict(each) for name, each in figures.items()}
     yield Table(compare_rows(told, reference_of(figures)), compare_legend(told), links=comparison.links)

@@ -1,6 +1,6 @@
 """HTML: a page of sections as one self-contained file.
 
-Known here is the form: figures, lines, tables, listings, charts and strips; not what they are of. Invariants:
+Known here is the form: figures, lines, tables, listings, charts and bars; not what they are of. Invariants:
 every text is escaped, no address leads out of the page but links to its neighbours, and no script is needed.
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from hybridpipe.planning.draw import shown_ranks
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.units import duration, size
+from hybridpipe.planning.quantities import duration, size
 from hybridpipe.report import cluster as machines
 from hybridpipe.report import learning
 from hybridpipe.report.key_figures import figures, memory_limit, warnings
@@ -21,7 +21,7 @@ from hybridpipe.report.settings import toml_text
 from hybridpipe.report.tables import LEGEND, explanation
 from hybridpipe.report.words import counted, ranges, spell
 
-Names = Mapping[str, tuple[str, str]]  # by field: style and name of a strip's part
+Names = Mapping[str, tuple[str, str]]  # by field: style and name of a bar's segment
 PARTS: Names = {  # of `parts` in summary.json
     "forward_seconds": ("forward", "forward"),
     "backward_seconds": ("backward", "backward"),
@@ -137,7 +137,7 @@ def _minibatch(run: RunData, summary: Summary) -> Iterator[Block]:
         way: {name: each.get(way, 0.0) for name, each in summary.parts.items()}
         for way in ("predicted", "measured")
     }
-    yield _strips("Time by activity, mean shares over the ranks", ways, PARTS)
+    yield _stacked("Time by activity, mean shares over the ranks", ways, PARTS)
     yield Table(
         [
             {"part": name} | {way: duration(seconds.get(field, 0.0)) for way, seconds in ways.items()}
@@ -153,7 +153,7 @@ def _ranks(summary: Summary) -> Iterator[Block]:
     of_rank = {int(rank): seconds for rank, seconds in summary.rank_seconds.items()}
     ranks = shown_ranks(sorted(of_rank))
     rows = {f"rank {rank}": of_rank[rank] for rank in ranks}
-    yield _strips("The median minibatch of each rank", rows, RANK_PARTS, _left_out(ranks, len(of_rank)))
+    yield _stacked("The median minibatch of each rank", rows, RANK_PARTS, _left_out(ranks, len(of_rank)))
     yield Table(
         [
             {"rank": str(rank)}
@@ -169,7 +169,9 @@ def _left_out(ranks: list[int], count: int) -> str:
     return f"{len(ranks)} of {count} ranks" if len(ranks) < count else ""
 
 
-def _strips(title: str, rows: Mapping[str, Mapping[str, float]], names: Names, note: str = "") -> StackedBars:
+def _stacked(
+    title: str, rows: Mapping[str, Mapping[str, float]], names: Names, note: str = ""
+) -> StackedBars:
     """Lay out seconds by part, a row each, on one scale."""
     sums = {label: sum(seconds.get(field, 0.0) for field in names) for label, seconds in rows.items()}
     whole = max(sums.values()) or 1.0
@@ -200,18 +202,18 @@ def _memory(run: RunData, summary: Summary) -> Iterator[Block]:
     limits = [memory_limit(run, rank) for rank in range(len(peaks))]
     ranks = shown_ranks(range(len(peaks)))
     whole = 1.02 * max([*peaks, *(limit for limit in limits if limit is not None)])
-    strips = []
+    bars = []
     for rank in ranks:
         first, limit = min(before[rank], peaks[rank]), limits[rank]
         parts = [
             ("faint", float(first), f"before training {size(first)}"),
             ("accent", float(peaks[rank] - first), f"more {size(peaks[rank] - first)}"),
         ]
-        strip: StackedBar = stack(f"rank {rank}", parts, whole, _of(peaks[rank], limit))
-        strips.append(strip._replace(mark=None if limit is None else 100 * limit / whole))
+        bar: StackedBar = stack(f"rank {rank}", parts, whole, _of(peaks[rank], limit))
+        bars.append(bar._replace(mark=None if limit is None else 100 * limit / whole))
     legend = (("faint", "before training"), ("accent", "more, at most"), ("limit", "limit"))
     shown = legend if any(limit is not None for limit in limits) else legend[:2]
-    yield StackedBars("Memory of each rank’s process", shown, tuple(strips), _left_out(ranks, len(peaks)))
+    yield StackedBars("Memory of each rank’s process", shown, tuple(bars), _left_out(ranks, len(peaks)))
     if run.plan is not None and max(run.plan.ranks) < len(peaks):
         origins = summary.memory_limit_origin or ("cluster.json",) * len(peaks)
         rows = memory_rows(run.plan, peaks, before, limits, origins)

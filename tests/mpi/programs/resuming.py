@@ -6,7 +6,7 @@
     resuming.py rest FOLDER SPEC       gone on with from there
 
 A SPEC is such as 1-2-1:pipedream:vertical or 1-1x2:interleaved-1f1b; with "tied" two layers share a weight.
-With "zero1" or "zero2" replicas share out the update, with "scatter" by a reduce-scatter. A last word may be
+With "zero1" or "zero2" replicas shard the update, with "scatter" by a reduce-scatter. A last word may be
 a precision.
 The data set draws noise from all three of a process's generators, so that a lost random state shows.
 """

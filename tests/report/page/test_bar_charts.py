@@ -109,8 +109,8 @@ def test_nothing_is_no_picture():
 
 
 def test_parts_lie_side_by_side():
-    strip = stack("rank 0", [("forward", 1.0, "a"), ("backward", 0.0, "b"), ("idle", 3.0, "c")], 8.0, "4 s")
-    assert [(part.style, part.left, part.width) for part in strip.parts] == [
+    bar = stack("rank 0", [("forward", 1.0, "a"), ("backward", 0.0, "b"), ("idle", 3.0, "c")], 8.0, "4 s")
+    assert [(each.style, each.left, each.width) for each in bar.segments] == [
         ("forward", 0, 12.5),
         ("idle", 12.5, 37.5),
     ]

@@ -37,10 +37,10 @@ def test_the_fastest_is_told_beside_the_reference():
 
 
 def test_speeds_have_one_scale_and_marks_of_their_predictions():
-    strips = compare_page(TWO).sections[0].blocks[0]
-    fast, slow = strips.rows
-    assert fast.parts[0].width / slow.parts[0].width == 1.5
-    assert fast.mark / fast.parts[0].width == approx(400 / 300) and slow.mark is None
+    bars = compare_page(TWO).sections[0].blocks[0]
+    fast, slow = bars.rows
+    assert fast.segments[0].width / slow.segments[0].width == 1.5
+    assert fast.mark / fast.segments[0].width == approx(400 / 300) and slow.mark is None
 
 
 def test_losses_have_one_axis_of_minibatches_and_one_of_seconds():

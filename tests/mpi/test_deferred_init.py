@@ -6,23 +6,23 @@ import pytest
 
 
 def test_a_function_trains_what_its_module_does(job):
-    printed = job(3, "deferred.py", "same").stdout
+    printed = job(3, "deferred_init.py", "same").stdout
     assert printed.count(": the same") == 4 and "rank 0's weights" in printed, printed
 
 
 def test_checkpoints_and_files_of_weights_give_each_rank_its_part(job, tmp_path):
-    printed = job(3, "deferred.py", "moved", str(tmp_path)).stdout
+    printed = job(3, "deferred_init.py", "moved", str(tmp_path)).stdout
     assert printed.count(": the same") == 3, printed
 
 
 def test_ranks_whose_functions_differ_make_whole_models(job):
-    printed = job(2, "deferred.py", "differing").stdout
+    printed = job(2, "deferred_init.py", "differing").stdout
     assert printed.count("whole: True") == 2, printed
     assert printed.count("weight of the model must be the same on all ranks") == 2, printed
 
 
 def test_a_model_on_the_meta_device_starts_alike_under_every_plan(job, tmp_path):
-    printed = job(3, "deferred.py", "meta", str(tmp_path)).stdout
+    printed = job(3, "deferred_init.py", "meta", str(tmp_path)).stdout
     assert printed.count(": the same") == 5, printed
 
 

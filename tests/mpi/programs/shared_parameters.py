@@ -2,7 +2,7 @@
 
 An embedding tied to the head, and a block in three places that random numbers leave out of most microbatches:
 of many updates it has no gradient in some stages, or in none. Copies are compared bit for bit after every
-update. Usage: sharing.py PLAN... with plans such as 2-1 or, with two stages on each rank, 1-1x2,
+update. Usage: shared_parameters.py PLAN... with plans such as 2-1 or, with two stages on each rank, 1-1x2,
 or "auto".
 """
 
@@ -77,7 +77,7 @@ def reference(factory, clip_grad_norm, accumulated):
 def check_copies(trainer: Trainer) -> int:
     """Compare weights and optimizer state of all holders; return the number of copies.
 
-    Where replicas share out the update, no rank has all of a state.
+    Where replicas shard the update, no rank has all of a state.
     """
     executor, own, plan = trainer.worker.executor, {}, trainer.plan
     whole = not any(map(plan.zero_of, range(plan.num_stages)))

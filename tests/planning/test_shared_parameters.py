@@ -14,7 +14,7 @@ from hybridpipe.planning.profile import ModelProfile, SharedParameter
 from hybridpipe.planning.schedules.instructions import AllReduce
 from hybridpipe.planning.search.anneal import anneal
 from hybridpipe.planning.search.search import fits, straight
-from hybridpipe.planning.sharing import counted_bytes, exchanged_bytes, may_run, peers_of
+from hybridpipe.planning.shared_parameters import counted_bytes, exchanged_bytes, may_run, peers_of
 from hybridpipe.planning.simulator.predict import predict
 from tests.planning.helpers import layer, model, plan, search
 

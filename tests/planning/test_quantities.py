@@ -1,6 +1,6 @@
 import pytest
 
-from hybridpipe.planning.units import duration, size
+from hybridpipe.planning.quantities import duration, size
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sharing: parameters that several layers use, under a plan: held once by a rank, exchanged between ranks.
+"""Shared parameters: those of several layers, under a plan: held once by a rank, exchanged between ranks.
 
 Pure. Knows plans and profiles; no seconds and no tensors. Invariant: once an update, every rank receives the
 gradients of each other group of ranks that holds a parameter, and receives them once.

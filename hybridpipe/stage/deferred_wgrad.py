@@ -1,4 +1,4 @@
-"""Deferred: linear, convolution and embedding layers whose backward leaves the weight's gradient for later.
+"""Deferred wgrad: linear, convolution and embedding layers that leave the gradient of the weight for later.
 
 Their autograd function computes the input's gradient and notes (input, gradient of the output) in a sink.
 Not known here: when a sink computes its notes (`split_backward`, `wgrad`).

@@ -1,9 +1,9 @@
 """Under mpirun: a function as a model trains bit for bit what the module does; a rank makes its part only.
 
-deferred.py same           plans by hand and by name, of a recorded model and of an nn.Sequential
-deferred.py moved FOLDER   checkpoints and files of weights under other plans
-deferred.py differing      ranks whose functions differ
-deferred.py meta FOLDER    a model on the meta device, set by its modules or by a file
+deferred_init.py same           plans by hand and by name, of a recorded model and of an nn.Sequential
+deferred_init.py moved FOLDER   checkpoints and files of weights under other plans
+deferred_init.py differing      ranks whose functions differ
+deferred_init.py meta FOLDER    a model on the meta device, set by its modules or by a file
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Units: bytes and seconds as people write and read them.
+"""Quantities: bytes and seconds as people write and read them.
 
 Not known here: what is measured. Pure.
 """

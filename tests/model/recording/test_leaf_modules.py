@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from hybridpipe.model.recording.units import units_of
+from hybridpipe.model.recording.leaf_modules import units_of
 
 
 class Encoder(nn.Module):
