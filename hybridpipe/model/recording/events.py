@@ -145,11 +145,11 @@ class ValueInfo:
 
 @dataclass
 class Event:
-    """A call of a unit, or of a torch function between units (glue).
+    """A call of a leaf module, or of a torch function between leaf modules (glue).
 
     Attributes:
-        name: the unit's path, or the function's name.
-        function: the torch function; None: a unit.
+        name: the leaf module's path, or the function's name.
+        function: the torch function; None: a leaf module.
         spec: tree of `(args, kwargs)`, whose leaves are `arguments`.
         ambient: contexts around the call.
         where: line of the user's forward, such as "model.py:123".
@@ -184,8 +184,8 @@ class Event:
     view: Value | None = None
 
     @property
-    def is_unit(self) -> bool:
-        """True for the call of a unit."""
+    def is_module(self) -> bool:
+        """True for the call of a leaf module."""
         return self.function is None
 
     @cached_property
@@ -215,7 +215,7 @@ class Event:
             str(self.spec),
             self.ambient,
             self.results,
-            [] if self.is_unit else self.facts,
+            [] if self.is_module else self.facts,
             sorted(map(str, self.changes)),
         )
 

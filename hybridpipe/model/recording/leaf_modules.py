@@ -1,7 +1,7 @@
-"""Units: the modules of a model that are called whole.
+"""Leaf modules: the modules of a model that are called whole.
 
 Knows the module tree, nothing of a forward.
-Invariant: no unit holds another, and the choice depends on the model alone, never on a plan.
+Invariant: no leaf module holds another, and the choice depends on the model alone, never on a plan.
 """
 
 from collections.abc import Collection
@@ -14,12 +14,14 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 RANDOM_OR_COUNTING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
 
 
-def units_of(model: nn.Module, opened: Collection[str] = (), share: float = 1.0) -> dict[str, nn.Module]:
-    """Return the units of a model by path, in order.
+def leaf_modules_of(
+    model: nn.Module, opened: Collection[str] = (), share: float = 1.0
+) -> dict[str, nn.Module]:
+    """Return the leaf modules of a model by path, in order.
 
-    A module is opened, so that its children become units, if it is a container, if most of its parameters
-    stand in lists of several children, if it has more than `share` of the model's parameters, or if
-    `opened` names it. TorchScript is not, as Python does not call its children. An opened module without
+    A module is opened, so that its children become leaf modules, if it is a container, if most of its
+    parameters stand in lists of several children, if it has more than `share` of the model's parameters, or
+    if `opened` names it. TorchScript is not, as Python does not call its children. An opened module without
     children becomes glue, as do modules without parameters that neither draw random numbers, keep
     statistics nor have hooks.
 
@@ -28,7 +30,7 @@ def units_of(model: nn.Module, opened: Collection[str] = (), share: float = 1.0)
         share: part of the model's parameters, in (0, 1].
     """
     sizes = {id(module): _size(module) for module in model.modules()}
-    units: dict[str, nn.Module] = {}
+    leaf_modules: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
     def visit(path: str, module: nn.Module) -> None:
@@ -40,10 +42,10 @@ def units_of(model: nn.Module, opened: Collection[str] = (), share: float = 1.0)
                 visit(f"{path}.{name}".lstrip("."), child)
         elif id(module) not in seen and _matters(module):
             seen.add(id(module))
-            units[path] = module
+            leaf_modules[path] = module
 
     visit("", model)
-    return units
+    return leaf_modules
 
 
 def _size(module: nn.Module) -> int:

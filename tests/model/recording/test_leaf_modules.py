@@ -1,9 +1,9 @@
-"""Units: the modules that are called whole."""
+"""Leaf modules: the modules that are called whole."""
 
 import pytest
 from torch import nn
 
-from hybridpipe.model.recording.leaf_modules import units_of
+from hybridpipe.model.recording.leaf_modules import leaf_modules_of
 
 
 class Encoder(nn.Module):
@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 
 def test_lists_and_containers_are_opened_and_blocks_are_whole():
-    assert [*units_of(Model())] == [
+    assert [*leaf_modules_of(Model())] == [
         "embed",
         "drop",
         *(f"encoder.blocks.{i}" for i in range(3)),
@@ -39,9 +39,9 @@ def test_lists_and_containers_are_opened_and_blocks_are_whole():
 
 
 def test_a_named_module_is_opened_too():
-    units = units_of(Model(), opened={"encoder.blocks.1", "embed"})
-    assert "embed" not in units and "encoder.blocks.1" not in units
-    assert {"encoder.blocks.1.attention", "encoder.blocks.1.mlp"} <= units.keys()
+    leaf_modules = leaf_modules_of(Model(), opened={"encoder.blocks.1", "embed"})
+    assert "embed" not in leaf_modules and "encoder.blocks.1" not in leaf_modules
+    assert {"encoder.blocks.1.attention", "encoder.blocks.1.mlp"} <= leaf_modules.keys()
 
 
 @pytest.mark.parametrize("share, whole", [(0.3, True), (0.2, False)])
@@ -51,17 +51,17 @@ def test_a_heavy_module_is_opened(share, whole):
         p.numel() for p in model.parameters()
     )
     assert 0.2 < part < 0.3
-    assert ("encoder.blocks.0" in units_of(model, share=share)) == whole
+    assert ("encoder.blocks.0" in leaf_modules_of(model, share=share)) == whole
 
 
-def test_every_parameter_below_the_root_is_in_one_unit():
+def test_every_parameter_below_the_root_is_in_one_leaf_module():
     model = Model()
-    held = [id(p) for unit in units_of(model).values() for p in unit.parameters()]
+    held = [id(p) for module in leaf_modules_of(model).values() for p in module.parameters()]
     assert len(held) == len(set(held)) and set(held) == {*map(id, model.parameters())}
 
 
-def test_a_module_without_parameters_is_a_unit_if_it_has_hooks():
+def test_a_module_without_parameters_is_a_leaf_module_if_it_has_hooks():
     model = Model()
-    assert "head.1" not in units_of(model)
+    assert "head.1" not in leaf_modules_of(model)
     model.head[1].register_forward_pre_hook(lambda *_: None)
-    assert "head.1" in units_of(model)
+    assert "head.1" in leaf_modules_of(model)
