@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 
 from hybridpipe import Callback, Checkpointing
 from hybridpipe.callbacks import EarlyStopping
+from hybridpipe.run_folder.write import MetricsFile
 from hybridpipe.training.callbacks import CallbackList, OnMinibatch
-from hybridpipe.training.run_folder import MetricsFile
 from tests.training.helpers import assert_same_weights, plain_loop, seeded, seeded_mlp, whole
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -13,7 +13,7 @@ from hybridpipe.checkpoint.directory import last_good
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.cli.train import CHECKPOINTS, _claim_checkpoints, _continues_own, _resume
 from hybridpipe.errors import UserError
-from hybridpipe.training.run_folder import MetricsFile
+from hybridpipe.run_folder.write import MetricsFile
 
 
 def trainer() -> Trainer:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import accumulate
 
-from hybridpipe.report.page.bar_charts import StackedBars, stack
-from hybridpipe.report.page.curves import Point, Series, chart
-from hybridpipe.report.page.html import Block, Charts, Figure, Page, Section, Table
-from hybridpipe.report.run import Comparison, RunData
 from hybridpipe.report.tables import compare_legend, compare_rows, reference_of
 from hybridpipe.report.words import counted
+from hybridpipe.run_folder.data import Comparison, RunData
+from hybridpipe.run_folder.page.bar_charts import StackedBars, stack
+from hybridpipe.run_folder.page.curves import Point, Series, chart
+from hybridpipe.run_folder.page.html import Block, Charts, Figure, Page, Section, Table
 
 STYLES = ("accent", "second", "third", "fourth", "fifth")
 

@@ -1,4 +1,4 @@
-"""Run folder: the files that a training leaves for a report: its plan, its records, its results.
+"""Write: the files that a training leaves in its folder: its plan, its records, its results.
 
 Known here are a trainer that is read, and the folder; not who trains, nor what is printed.
 Invariant: rank 0 writes, and what was written of an earlier training is removed first.
@@ -17,8 +17,8 @@ from hybridpipe.files import open_after, write_json, writing
 from hybridpipe.notices import notices
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import TRACE_FORMAT
-from hybridpipe.report.folder import REPORT
 from hybridpipe.report.rank_time import compared
+from hybridpipe.run_folder.report import REPORT
 from hybridpipe.training.metrics import MinibatchRecord, Traced
 from hybridpipe.training.view import TrainerView
 
@@ -73,7 +73,7 @@ class MetricsFile:
             self._file.close()
 
 
-def begin(out: Path) -> None:
+def remove_results(out: Path) -> None:
     """Remove an earlier training's results from a claimed folder: they would be taken for this one's."""
     for path in map(out.joinpath, RESULTS):
         with writing(path):

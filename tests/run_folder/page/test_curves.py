@@ -4,7 +4,7 @@ import re
 import pytest
 from pytest import approx
 
-from hybridpipe.report.page.curves import BUCKETS, HEIGHT, Series, chart
+from hybridpipe.run_folder.page.curves import BUCKETS, HEIGHT, Series, chart
 
 
 def numbers(data: str) -> list[tuple[float, float]]:

@@ -8,8 +8,8 @@ from statistics import median
 from typing import NamedTuple
 
 from hybridpipe.planning.quantities import duration
-from hybridpipe.report.page.curves import Chart, Point, Series, chart
-from hybridpipe.report.run import Epoch, RunData
+from hybridpipe.run_folder.data import Epoch, RunData
+from hybridpipe.run_folder.page.curves import Chart, Point, Series, chart
 
 OUTLIER = 3.0  # times the median: a longer minibatch would press the others of a chart to its ground
 NAMED = 3  # outliers

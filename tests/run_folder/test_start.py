@@ -13,8 +13,8 @@ from torch import nn
 from hybridpipe.config.file import load_config
 from hybridpipe.environment import num_cores
 from hybridpipe.files import read_json, write_json
-from hybridpipe.report.run import RUN_FORMAT, RunStart
-from hybridpipe.training.run_file import commit, optimizer_settings, run_start
+from hybridpipe.run_folder.data import RUN_FORMAT, RunStart
+from hybridpipe.run_folder.start import commit, optimizer_settings, run_start
 
 CONFIG = """
 [model]

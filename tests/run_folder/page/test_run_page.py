@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from hybridpipe.report.folder import read_run
-from hybridpipe.report.page.html import render
-from hybridpipe.report.page.run_page import run_page
-from hybridpipe.report.run import RunData
+from hybridpipe.run_folder.data import RunData
+from hybridpipe.run_folder.page.html import render
+from hybridpipe.run_folder.page.run_page import run_page
+from hybridpipe.run_folder.report import read_run
 from tests.report.made import EVIL, make_run
 from tests.report.pages import Tree
 

@@ -1,4 +1,4 @@
-"""Folder: OUT/report.html, written from the files that a training or a comparison leaves in OUT.
+"""Report: OUT/report.html, written from the files that a training or a comparison leaves in OUT.
 
 Knows files and reports; neither torch nor MPI. Invariant: a file that is missing or damaged is told in one
 line, and the others are shown.
@@ -15,10 +15,10 @@ from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse, read_cluster, read_json, read_object, read_plan, read_profile, write_text
 from hybridpipe.notices import notices
 from hybridpipe.planning.timeline import Timeline, from_chrome_trace
-from hybridpipe.report.page.compare_page import compare_page
-from hybridpipe.report.page.html import render
-from hybridpipe.report.page.run_page import run_page
-from hybridpipe.report.run import FILES, RUN_FORMAT, Comparison, MetricsLine, RunData, RunStart, Summary
+from hybridpipe.run_folder.data import FILES, RUN_FORMAT, Comparison, MetricsLine, RunData, RunStart, Summary
+from hybridpipe.run_folder.page.compare_page import compare_page
+from hybridpipe.run_folder.page.html import render
+from hybridpipe.run_folder.page.run_page import run_page
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ def read_comparison(folder: Path) -> Comparison:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: must be written by hybridpipe compare: {error!r}") from None
-    folders = {name: run_folder(folder, name, 0) for name in figures}
+    folders = {name: round_folder(folder, name, 0) for name in figures}
     return Comparison(
         folder.resolve().name,
         ranks,
@@ -130,7 +130,7 @@ def read_comparison(folder: Path) -> Comparison:
     )
 
 
-def run_folder(out: Path, name: str, round_number: int) -> Path:
+def round_folder(out: Path, name: str, round_number: int) -> Path:
     """Return the folder of one run of a comparison, by the name of its plan or baseline."""
     return out / Path(name).stem / f"round{round_number}"
 

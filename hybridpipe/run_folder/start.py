@@ -1,4 +1,4 @@
-"""Run file: what a training begins with, for OUT/run.json.
+"""Start: what a training begins with, for OUT/run.json.
 
 Known here are trainer and machines; not the folder. Invariant: rank 0 has the facts of all ranks.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from hybridpipe.checkpoint.snapshot import software
 from hybridpipe.comm.groups import this_host
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.report.run import RunStart
 from hybridpipe.report.tables import shown
+from hybridpipe.run_folder.data import RunStart
 from hybridpipe.training.view import TrainerView
 
 GIT_SECONDS = 5.0  # for its answer; then the commit is left out

@@ -1,8 +1,8 @@
 from pytest import approx
 
 from hybridpipe.planning.plan import Plan, Prediction
-from hybridpipe.report.learning import best_epoch, charts, epoch_rows
-from hybridpipe.report.run import Epoch, MetricsLine, RunData, Summary
+from hybridpipe.run_folder.data import Epoch, MetricsLine, RunData, Summary
+from hybridpipe.run_folder.page.learning import best_epoch, charts, epoch_rows
 
 RECORDS = tuple(MetricsLine(i, i // 5, 2.0 - i / 10, 8, 0.1) for i in range(10))
 EPOCHS = tuple(Epoch(e, 0.5, 1.5 - e, {"loss": 1.0, "accuracy": 0.5 + e / 4}) for e in range(2))

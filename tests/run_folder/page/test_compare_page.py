@@ -1,8 +1,8 @@
 from pytest import approx
 
-from hybridpipe.report.page.compare_page import compare_page
-from hybridpipe.report.page.html import render
-from hybridpipe.report.run import Comparison, MetricsLine, RunData, Summary
+from hybridpipe.run_folder.data import Comparison, MetricsLine, RunData, Summary
+from hybridpipe.run_folder.page.compare_page import compare_page
+from hybridpipe.run_folder.page.html import render
 from tests.report.made import EVIL
 from tests.report.pages import Tree
 

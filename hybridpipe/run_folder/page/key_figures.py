@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from hybridpipe.planning.quantities import duration, size
 from hybridpipe.report import cluster as machines
-from hybridpipe.report.learning import best_epoch
-from hybridpipe.report.page.html import Figure
-from hybridpipe.report.run import RunData, Summary
 from hybridpipe.report.words import counted, ranges
+from hybridpipe.run_folder.data import RunData, Summary
+from hybridpipe.run_folder.page.html import Figure
+from hybridpipe.run_folder.page.learning import best_epoch
 
 FAR = 0.25  # error of a prediction that is a warning
 NEARLY_FULL = 0.9  # share of a rank's memory

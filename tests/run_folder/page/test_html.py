@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from hybridpipe.report.page.html import Figure, Lines, Listing, Page, Section, Table, render
+from hybridpipe.run_folder.page.html import Figure, Lines, Listing, Page, Section, Table, render
 from tests.report.made import EVIL
 from tests.report.pages import Tree
 

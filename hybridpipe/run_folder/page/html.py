@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hybridpipe.planning.draw import COLOURS
-from hybridpipe.report.page.bar_charts import StackedBars, TimelineView
-from hybridpipe.report.page.curves import Chart
+from hybridpipe.run_folder.page.bar_charts import StackedBars, TimelineView
+from hybridpipe.run_folder.page.curves import Chart
 from hybridpipe.version import __version__
 
 TEMPLATE = "page.html"
@@ -116,7 +116,7 @@ class Page:
 def render(page: Page) -> str:
     """Return the page as HTML. Sections and blocks without content are left out."""
     environment = Environment(
-        loader=PackageLoader("hybridpipe", "report/page"),
+        loader=PackageLoader("hybridpipe", "run_folder/page"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

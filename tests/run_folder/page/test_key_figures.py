@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from hybridpipe.planning.cluster import Cluster, Level
-from hybridpipe.report.key_figures import figures, memory_limit, warnings
-from hybridpipe.report.run import MetricsLine, RunData, Summary
+from hybridpipe.run_folder.data import MetricsLine, RunData, Summary
+from hybridpipe.run_folder.page.key_figures import figures, memory_limit, warnings
 
 CLUSTER = Cluster((Level("host", 2, 1e9, 1e-4, fit_error=0.1),), memory_bytes=1000)
 

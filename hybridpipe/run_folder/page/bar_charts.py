@@ -13,7 +13,7 @@ from hybridpipe.planning import draw
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.quantities import duration
 from hybridpipe.planning.timeline import Timeline, TimelineEvent, kind, typical
-from hybridpipe.report.page.curves import Hover, Tick
+from hybridpipe.run_folder.page.curves import Hover, Tick
 
 WIDTH = 1000.0  # of a row of a timeline, in its own units; the page stretches it
 MOST_MARKS = 6_000  # in a timeline: about 300 kB

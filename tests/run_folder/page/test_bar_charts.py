@@ -6,7 +6,7 @@ from hybridpipe.planning.draw import COLOURS, MAX_RANKS
 from hybridpipe.planning.schedules.instructions import Step
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import Timeline, shifted
-from hybridpipe.report.page.bar_charts import MOST_MARKS, STREAM, stack, timelines
+from hybridpipe.run_folder.page.bar_charts import MOST_MARKS, STREAM, stack, timelines
 from tests.planning.helpers import free, layer, model, plan
 
 PLAN = plan([2, 1], 4)

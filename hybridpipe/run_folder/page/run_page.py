@@ -10,16 +10,16 @@ from hybridpipe.planning.draw import shown_ranks
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.quantities import duration, size
 from hybridpipe.report import cluster as machines
-from hybridpipe.report import learning
-from hybridpipe.report.key_figures import figures, memory_limit, warnings
 from hybridpipe.report.memory import memory_rows
-from hybridpipe.report.page.bar_charts import StackedBar, StackedBars, stack, timelines
-from hybridpipe.report.page.html import Block, Charts, Lines, Listing, Page, Section, Table
 from hybridpipe.report.rank_time import TRACED
-from hybridpipe.report.run import FILES, RunData, Summary
 from hybridpipe.report.settings import toml_text
 from hybridpipe.report.tables import LEGEND, explanation
 from hybridpipe.report.words import counted, ranges, spell
+from hybridpipe.run_folder.data import FILES, RunData, Summary
+from hybridpipe.run_folder.page import learning
+from hybridpipe.run_folder.page.bar_charts import StackedBar, StackedBars, stack, timelines
+from hybridpipe.run_folder.page.html import Block, Charts, Lines, Listing, Page, Section, Table
+from hybridpipe.run_folder.page.key_figures import figures, memory_limit, warnings
 
 Names = Mapping[str, tuple[str, str]]  # by field: style and name of a bar's segment
 PARTS: Names = {  # of `parts` in summary.json
