@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 
-class Event(Protocol):
-    """A point in a lane's work."""
+class Completion(Protocol):
+    """Completion of the work in a lane up to a point."""
 
     def query(self) -> bool:
         """Return True if the work before the point is done."""
@@ -166,7 +166,7 @@ class GpuLanes(Lanes):
 class Point(NamedTuple):
     """A point in a lane's work; `held` must not be used otherwise before it is reached."""
 
-    event: Event
+    event: Completion
     held: tuple[Tensor, ...]
 
     def query(self) -> bool:

@@ -12,6 +12,7 @@ PACKAGE = Path(importlib.util.find_spec("hybridpipe").origin).parent
 ORDER = [
     "cli",
     "callbacks",
+    "run_folder",
     "training",
     "launch",
     "install",

@@ -19,7 +19,7 @@ from hybridpipe.cli import main
 from hybridpipe.config.file import Config, Factory
 from hybridpipe.planning import cluster, plan, profile
 from hybridpipe.planning.schedules.registry import SCHEDULES
-from hybridpipe.report.run import RunStart
+from hybridpipe.run_folder.data import RunStart
 
 PAGES = Path(__file__).parent.parent / "docs/reference"
 ABSENT = "–"

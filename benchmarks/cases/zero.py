@@ -1,11 +1,11 @@
-"""Zero: data parallelism whose replicas share out their update, beside that whose replicas do not.
+"""Zero: data parallelism whose replicas shard their update, beside that whose replicas do not.
 
     python benchmarks/run.py zero --rounds 3                          two models, in a host and between hosts
     python benchmarks/run.py zero --rounds 3 --only loopback          without root
 
 Two ranks have one thread each and train half a minibatch each. In a round every way runs once, as a fresh
 job, and ratios are taken within the round. First a job measures model and machines, and chooses whether to
-share out: "the plan's choice". What is predicted follows from its profile and cluster, of the same round.
+shard: "the plan's choice". What is predicted follows from its profile and cluster, of the same round.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """hybridpipe; the variant is auto, auto-pipedream, dp, 1f1b, pipedream (stages at `cuts`) or a plan's path.
 
-Variants dp-1 and dp-1-scatter share out the update (`StageSpec.zero`), and dp-auto chooses whether to. Under
+Variants dp-1 and dp-1-scatter shard the update (`StageSpec.zero`), and dp-auto chooses whether to. Under
 dp:horovod, dp:mpi and dp:torch that backend sums gradients; dp:auto measures them and chooses. The variants
 with auto write DIR/plan.json, profile.json and cluster.json beside the report.
 """

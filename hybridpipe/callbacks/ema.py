@@ -1,7 +1,7 @@
 """EMA: an exponential moving average of the weights, which each rank keeps of what it updates.
 
 Not known here: stages and replicas. Invariant: the average is a part of the optimizer's state, so it is
-saved, moved to another plan and shared out over replicas as that is.
+saved, moved to another plan and sharded over replicas as that is.
 """
 
 from collections.abc import Iterator, Mapping

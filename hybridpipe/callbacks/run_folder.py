@@ -10,11 +10,11 @@ from pathlib import Path
 
 from hybridpipe.files import write_json
 from hybridpipe.health import failure
-from hybridpipe.report.folder import report_at_end
-from hybridpipe.training import run_folder
+from hybridpipe.run_folder.report import report_at_end
+from hybridpipe.run_folder.start import optimizer_settings, run_start
+from hybridpipe.run_folder.write import MetricsFile, gather_results, remove_results, write_plan
 from hybridpipe.training.callbacks import Callback, Run
 from hybridpipe.training.metrics import MinibatchRecord
-from hybridpipe.training.run_file import optimizer_settings, run_start
 
 
 class RunFolder(Callback):
@@ -34,10 +34,10 @@ class RunFolder(Callback):
         start = run_start(run.trainer, sys.argv[0], settings, run.plan.name)
         with failure.refusing(run.num_ranks):
             if start is not None:
-                run_folder.begin(self._folder)
-                run_folder.write_plan(run.trainer, self._folder)
+                remove_results(self._folder)
+                write_plan(run.trainer, self._folder)
                 write_json(self._folder / "run.json", start)
-            self._records = run_folder.Records(run.trainer, self._folder, appends=True)
+            self._records = MetricsFile(run.trainer, self._folder, appends=True)
 
     def on_minibatch(self, run: Run, record: MinibatchRecord) -> None:
         """Write the record; NotSaved if that fails."""
@@ -47,7 +47,7 @@ class RunFolder(Callback):
     def on_fit_end(self, run: Run) -> None:
         """Write the results and the report."""
         self._records.close()
-        results = run_folder.gather_results(run.trainer)
+        results = gather_results(run.trainer)
         if results is not None:
             with failure.refusing(run.num_ranks):
                 results.write(self._folder)

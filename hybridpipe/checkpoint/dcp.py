@@ -40,12 +40,12 @@ def write_dcp(folder: Path, forms: Mapping[str, Tensor], read: Callable[[str], T
         UserError: torch cannot write them.
     """
 
-    class Planner(DefaultSavePlanner):
+    class LazySavePlanner(DefaultSavePlanner):
         def lookup_object(self, index: MetadataIndex) -> Any:
             return read(index.fqn)
 
     with _told(folder, "cannot be written"):
-        save(dict(forms), storage_writer=FileSystemWriter(folder), planner=Planner(), no_dist=True)
+        save(dict(forms), storage_writer=FileSystemWriter(folder), planner=LazySavePlanner(), no_dist=True)
 
 
 class DcpFolder:

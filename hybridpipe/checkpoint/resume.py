@@ -41,7 +41,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.stage.state import (
     SAMPLES_SEEN,
     Generators,
-    State,
+    StageState,
     batches_agreed,
     check_fits,
     check_optimizer,
@@ -247,11 +247,11 @@ class _Reading:
         stages_of = self.worker.layers.holders(self.found.plan)
         return {stages_of[key][0] for key in self.keys}
 
-    def read(self, name: str) -> State:
+    def read(self, name: str) -> StageState:
         entry = self.found.manifest.entry(name)
         if entry is None:
             raise UserError(f"{self.found.path / name}: is missing")
-        state = State(*read_shard(self.found.path / name, entry))
+        state = StageState(*read_shard(self.found.path / name, entry))
         if not isinstance(state.meta, dict):
             where = self.found.path / name
             raise UserError(f"{where}: its metadata must be a JSON object, got {shown(state.meta)}")
@@ -289,7 +289,7 @@ class _Reading:
             self.joined.add(read_optimizer(self.read(rank_file(rank)), rank_file(rank)))
         self.result.parameters = self.joined.joined(str(self.found.path))
 
-    def versions(self, state: State) -> None:
+    def versions(self, state: StageState) -> None:
         for number in state.meta.get("versions", []):
             self.result.versions[number] = under(f"version.{number}", state.tensors)
 

@@ -20,7 +20,7 @@ from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
 from hybridpipe.planning.plan import Plan
 from hybridpipe.stage.parts import Piece, join
-from hybridpipe.stage.state import AVERAGE, State, batches_agreed, read_optimizer, samples_seen
+from hybridpipe.stage.state import AVERAGE, StageState, batches_agreed, read_optimizer, samples_seen
 from hybridpipe.stage.statistics import Replica, agreed
 
 _MODEL = "model."  # before the keys of the model's tensors
@@ -145,7 +145,7 @@ class SavedModel:
             value = file.value
             if not isinstance(value, dict):
                 continue
-            for key, own in read_optimizer(State(file.forms, value), str(self.path / name)).items():
+            for key, own in read_optimizer(StageState(file.forms, value), str(self.path / name)).items():
                 if AVERAGE in own.state:
                     found[key].append((file, f"optimizer.{key}.{AVERAGE}", own.part))
         if not found:

@@ -28,7 +28,7 @@ from hybridpipe.notices import notices
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.resume_point import ResumePoint
 from hybridpipe.stage.state import (
-    State,
+    StageState,
     described,
 )
 
@@ -51,7 +51,7 @@ class Snapshot(NamedTuple):
     """
 
     step: int
-    files: dict[str, State]
+    files: dict[str, StageState]
     learnt: frozenset[str] = frozenset()
 
     @property

@@ -16,8 +16,8 @@ from hybridpipe.errors import UserError
 from hybridpipe.files import read_object, read_plan, write_json
 from hybridpipe.launch import mpirun
 from hybridpipe.planning.plan import Plan
-from hybridpipe.report.folder import REPORT, report_at_end, run_folder
 from hybridpipe.report.tables import compare_table, reference_of
+from hybridpipe.run_folder.report import REPORT, report_at_end, round_folder
 
 COMPARE_FORMAT = "hybridpipe-compare/1"
 HOROVOD = "horovod"
@@ -57,7 +57,7 @@ def compare(
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for round_number in range(rounds):
         for name, command in commands.items():
-            folder = run_folder(out, name, round_number)
+            folder = round_folder(out, name, round_number)
             print(f"\n== {name}, round {round_number + 1} of {rounds}, {ranks} ranks", flush=True)
             done = mpirun.run(ranks, [*command, "--out", str(folder)])
             if done.returncode:
@@ -84,7 +84,7 @@ def same_plans(plans: Mapping[str, Sequence[Plan]]) -> dict[str, str]:
 
 def _plans_of(out: Path, name: str, rounds: int) -> list[Plan]:
     """Return the plan of each round, without its prediction, which is of measurements of its own."""
-    folders = (run_folder(out, name, number) for number in range(rounds))
+    folders = (round_folder(out, name, number) for number in range(rounds))
     return [replace(read_plan(folder / "plan.json"), predicted=None) for folder in folders]
 
 

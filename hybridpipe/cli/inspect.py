@@ -10,13 +10,13 @@ from dataclasses import asdict
 from hybridpipe.cli.data import data_of, first_microbatch
 from hybridpipe.cli.profile import build_model
 from hybridpipe.config.file import Config
-from hybridpipe.model.explanation import Explanation
+from hybridpipe.model.explanation import ModelExplanation
 from hybridpipe.model.layers import explain, layers_of
 from hybridpipe.model.precision import Precision
 from hybridpipe.report.model import model_text
 
 
-def inspect_model(config: Config) -> Explanation:
+def inspect_model(config: Config) -> ModelExplanation:
     """Return what is made of the config's model.
 
     Raises:
@@ -27,6 +27,6 @@ def inspect_model(config: Config) -> Explanation:
     return explain(layers_of(model, inputs, loss, targets, Precision(config.train.precision)))
 
 
-def text_of(found: Explanation, as_json: bool) -> str:
+def text_of(found: ModelExplanation, as_json: bool) -> str:
     """Return an explanation as text for people, or as JSON."""
     return json.dumps(asdict(found)) if as_json else model_text(found)

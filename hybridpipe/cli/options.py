@@ -146,7 +146,7 @@ def add_plan(command: Command) -> None:
         type=zero,
         default=0,
         metavar="0|1|2|auto",
-        help="replicas share out optimizer state (1), gradients, too (2); auto: for speed or memory",
+        help="replicas shard optimizer state (1), gradients, too (2); auto: for speed or memory",
     )
     plan.add_argument(
         "--vertical-sync", action="store_true", help="pipedream: all stages use the input stage's version"

@@ -107,7 +107,7 @@ def replay(settings: Replay, out: Path) -> int:
     trainer.fit(torch.utils.data.TensorDataset(samples, samples), shuffle=False)
     load = _processor_load(before, _processor_time())
     summary = trainer.summary()
-    seconds = pace([record.seconds for record in trainer.recorder.records], round_length(settings.plan))
+    seconds = pace([record.seconds for record in trainer.metrics.records], round_length(settings.plan))
     trainer.close()
     if summary is not None:
         _finish(settings, summary, seconds, predicted, load, out)

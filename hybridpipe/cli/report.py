@@ -5,7 +5,7 @@ Not known here: what a report shows. Invariant: what is left out of it is told.
 
 from pathlib import Path
 
-from hybridpipe.report.folder import REPORT, write_report
+from hybridpipe.run_folder.report import REPORT, write_report
 
 
 def report(folder: Path) -> int:

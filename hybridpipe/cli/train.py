@@ -32,14 +32,14 @@ from hybridpipe.files import write_json, writing
 from hybridpipe.health import failure
 from hybridpipe.model.deferred_init.deferred import Factory
 from hybridpipe.planning.request import AUTO
-from hybridpipe.report.folder import report_at_end
 from hybridpipe.report.memory import beyond_limit, memory_table
 from hybridpipe.report.rank_time import parts_table, ranks_table
-from hybridpipe.report.run import RunStart
 from hybridpipe.report.tables import plan_details
 from hybridpipe.report.words import rounded
-from hybridpipe.training import run_folder
-from hybridpipe.training.run_file import run_start
+from hybridpipe.run_folder.data import RunStart
+from hybridpipe.run_folder.report import report_at_end
+from hybridpipe.run_folder.start import run_start
+from hybridpipe.run_folder.write import MetricsFile, gather_results, remove_results, write_plan
 from hybridpipe.training.trainer import Trainer
 from hybridpipe.types import Loss
 
@@ -75,10 +75,10 @@ def train(config: Config, plan: str, out: Path, options: argparse.Namespace) -> 
     start = run_start(trainer, config.where, config.settings(), plan)
     if start is not None:
         _start_folder(trainer, out, resume, replace(start, notes=tuple(resumed)), notes)
-    records = run_folder.Records(trainer, out, _continues_own(out, resume))
+    records = MetricsFile(trainer, out, _continues_own(out, resume))
     trainer.fit(
         dataset,
-        0 if trainer.recorder.has_reached_target else max(0, config.train.most_epochs - trainer.epoch),
+        0 if trainer.metrics.has_reached_target else max(0, config.train.most_epochs - trainer.epoch),
         max_steps=config.train.max_steps,
         validation=validation,
         eval_every=config.train.eval_every,
@@ -108,7 +108,7 @@ def _start_folder(
     trainer: Trainer, out: Path, resume: str | None, start: RunStart, notes: Sequence[str]
 ) -> None:
     """Begin the run's folder, settle whose its checkpoints are, print the plan and notes. Rank 0 only."""
-    run_folder.begin(out)
+    remove_results(out)
     _report_plan(trainer, out)
     told = (*notes, *_claim_checkpoints(out, resume))
     write_json(out / "run.json", replace(start, notes=(*start.notes, *told)))
@@ -184,7 +184,7 @@ def check_launcher() -> None:
 
 def _report_plan(trainer: Trainer, out: Path) -> None:
     """Write the plan with the profile and cluster behind it; print the details of a plan that is new."""
-    run_folder.write_plan(trainer, out)
+    write_plan(trainer, out)
     choice = trainer.choice
     if choice is not None and not trainer.continues_plan:
         print(plan_details(choice.plan, choice.candidates, choice.profile, choice.cluster), flush=True)
@@ -192,7 +192,7 @@ def _report_plan(trainer: Trainer, out: Path) -> None:
 
 def _finish(trainer: Trainer, out: Path, trace: bool) -> None:
     """Gather, print and write the results of the run."""
-    results = run_folder.gather_results(trainer, trace)
+    results = gather_results(trainer, trace)
     write_whole(trainer.worker, out / "model.safetensors")
     if results is None:
         return

@@ -78,7 +78,7 @@ def seconds(text: str) -> float:
 
 def num_bytes(text: str) -> int:
     """Bytes, from a number or a text such as 2GB or 512MiB."""
-    from hybridpipe.planning.units import parse_bytes
+    from hybridpipe.planning.quantities import parse_bytes
 
     return _parsed(parse_bytes, text)
 

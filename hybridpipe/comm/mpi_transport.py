@@ -19,8 +19,8 @@ from hybridpipe.comm import transport
 from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Wait, rank_status
-from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Parts, Pending, Unexpected, is_last, parts_of
-from hybridpipe.device import Event
+from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Pending, PendingParts, Unexpected, is_last, parts_of
+from hybridpipe.device import Completion
 
 # A waiting rank polls without pauses for this time if every rank of its machine has a core of its own: a
 # pause lasts at least 70 µs with the kernel's timer slack, and a small message takes 2 µs.
@@ -143,7 +143,7 @@ class MpiTransport:
         self._gpu = torch.cuda.current_device() if pinned and torch.cuda.is_available() else None
         self._spin_seconds = SPIN_SECONDS if cores_to_spare else 0.0
         self._active: list[_Request] = []  # MPI's requests
-        self._unsent: deque[tuple[Event, _Request]] = deque()  # messages that are not computed yet, in order
+        self._unsent: deque[tuple[Completion, _Request]] = deque()  # not computed yet, in order
         # by (peer, tag), in order; a pair without any is absent
         self._expected: defaultdict[tuple[int, int], deque[_Request]] = defaultdict(deque)
         self._arrived: defaultdict[tuple[int, int], deque[_Arrived]] = defaultdict(deque)
@@ -162,13 +162,13 @@ class MpiTransport:
             self.thread = threading.Thread(target=self._progress, name=name, daemon=True)
             self.thread.start()
 
-    def send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None = None) -> Pending:
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Completion | None = None) -> Pending:
         """Start sending with `MPI_Isend`; `buffer` is kept alive until the transfer is complete."""
         if len(buffer) < transport.PART_BYTES:
             return self._send(buffer, peer, tag, ready)
-        return Parts([self._send(part, peer, tag, ready) for part in parts_of(buffer)])
+        return PendingParts([self._send(part, peer, tag, ready) for part in parts_of(buffer)])
 
-    def _send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None) -> Pending:
+    def _send(self, buffer: Tensor, peer: int, tag: int, ready: Completion | None) -> Pending:
         num_bytes = len(buffer)
         what = Wait("send", (peer,), tag, num_bytes)
         pending = _Request(None, buffer, self, num_bytes > SMALL_BYTES, what)
@@ -197,7 +197,7 @@ class MpiTransport:
         """Post a receive of the peer's next message with this tag; its `wait` raises for another size."""
         if len(buffer) < transport.PART_BYTES:
             return self._receive(buffer, peer, tag)
-        return Parts([self._receive(part, peer, tag) for part in parts_of(buffer)])
+        return PendingParts([self._receive(part, peer, tag) for part in parts_of(buffer)])
 
     def _receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
         expected = _Request(None, buffer, self, False, Wait("receive", (peer,), tag, len(buffer)))

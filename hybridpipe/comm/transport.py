@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from hybridpipe.device import Event
+from hybridpipe.device import Completion
 
 # A wait longer than this calls `on_slow`, and again after as long.
 SLOW_WAIT_SECONDS = 1.0
@@ -33,7 +33,7 @@ class Pending(Protocol):
         """Return True if `wait` would return at once."""
 
 
-class Parts(NamedTuple):
+class PendingParts(NamedTuple):
     """The transfers of a message's parts."""
 
     pending: Sequence[Pending]
@@ -80,7 +80,7 @@ class Transport(Protocol):
     def buffer(self, num_bytes: int) -> Tensor:
         """Return a buffer to send from or receive into: CPU memory, pinned if the device is a GPU."""
 
-    def send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None = None) -> Pending:
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Completion | None = None) -> Pending:
         """Start sending; `buffer` is kept alive, and must not change, until the transfer is complete.
 
         Args:

@@ -24,9 +24,9 @@ from hybridpipe.planning.checks import (
 )
 from hybridpipe.planning.cluster import Cluster, check_compression
 from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.quantities import memory_bytes
 from hybridpipe.planning.request import AUTO, PlanRequest
 from hybridpipe.planning.schedules.registry import DEFAULT
-from hybridpipe.planning.units import memory_bytes
 
 if TYPE_CHECKING:
     import torch

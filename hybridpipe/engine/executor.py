@@ -34,8 +34,8 @@ from hybridpipe.planning.schedules.instructions import (
     Forward,
     Instruction,
     Load,
-    Part,
     Products,
+    ProgramPart,
     RankProgram,
     ReceiveActivation,
     ReceiveGradient,
@@ -46,7 +46,7 @@ from hybridpipe.planning.schedules.instructions import (
     Step,
 )
 from hybridpipe.planning.schedules.resume_point import ResumePoint
-from hybridpipe.planning.timeline import Event
+from hybridpipe.planning.timeline import TimelineEvent
 from hybridpipe.stage.losses import LossSum, MicrobatchLoss, summed
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.statistics import RunningStatistics
@@ -67,7 +67,7 @@ class UpdateResult(NamedTuple):
     """
 
     losses: dict[int, LossSum]
-    events: list[Event]
+    events: list[TimelineEvent]
     num_minibatches: int
     skipped: bool = False
 
@@ -198,7 +198,7 @@ class Executor:
             stage.begin()
             p2p.begin(program.instructions, form, step, training)
 
-    def _execute(self, run: "ProgramRun", program: RankProgram, part: Part) -> None:
+    def _execute(self, run: "ProgramRun", program: RankProgram, part: ProgramPart) -> None:
         """Run the instructions of one part, and preserve the random state, since layers seed generators."""
         python_too = any(stage.draws_from_python for stage in self.stages)
         run.minibatches_due = part.num_minibatches
@@ -285,11 +285,11 @@ class ProgramRun:
         self.losses, self.marks, self.applied, self.skipped = {}, [], 0, False
         return result
 
-    def _events(self) -> list[Event]:
+    def _events(self) -> list[TimelineEvent]:
         """Return the events between the marks, whose times are read only now."""
         seconds = self.executor.lanes.seconds([self.began, *(mark for _, mark in self.marks)])
         each = zip(self.marks, seconds, seconds[1:], strict=False)
-        return [Event(instruction, began, end) for (instruction, _), began, end in each]
+        return [TimelineEvent(instruction, began, end) for (instruction, _), began, end in each]
 
     def scale_of(self, minibatch: int) -> LossScale:
         """Return the scale of a minibatch's loss."""

@@ -14,7 +14,7 @@ from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.p2p import KINDS, SPEC
 from hybridpipe.comm.transport import Pending
 from hybridpipe.data.stream import Stream
-from hybridpipe.device import Event
+from hybridpipe.device import Completion
 from hybridpipe.engine.executor import Executor, ProgramRun, RankParts
 from hybridpipe.health import faults
 from hybridpipe.model.tensors import Tree, map_tensors
@@ -63,7 +63,7 @@ class Spoiling:
     fault: str | None = None
     next_tag = 0
 
-    def send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None = None) -> Pending:
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Completion | None = None) -> Pending:
         """Start sending, with a wrong size or tag if `fault` says so."""
         if tag % KINDS != SPEC:
             if self.fault == "badsize":

@@ -21,7 +21,7 @@ from hybridpipe.stage.state import (
     SAMPLES_SEEN,
     Generators,
     OfParameter,
-    State,
+    StageState,
     name_of,
     pack,
     prefixed,
@@ -41,8 +41,8 @@ class RankState(NamedTuple):
         learnt: the keys of trained parameters and running statistics.
     """
 
-    stages: dict[int, State]
-    own: State
+    stages: dict[int, StageState]
+    own: StageState
     learnt: frozenset[str]
 
 
@@ -101,8 +101,8 @@ def take(executor: Executor, plan: Plan, point: ResumePoint) -> RankState:
     Raises:
         UserError: the optimizer or the scheduler holds a value that a checkpoint cannot hold.
     """
-    stages: dict[int, State] = {}
-    own, learnt = State(), set[str]()
+    stages: dict[int, StageState] = {}
+    own, learnt = StageState(), set[str]()
     place, stashed = executor.place, executor.stashed
     before = None if stashed is None else stashed.oldest_forward_state()
     for s, layers in stage_modules(executor).items():
@@ -201,7 +201,7 @@ def ranges(executor: Executor) -> dict[str, range]:
     return {key: of_parameter[p] for p, key in parameters(executor).items() if p in of_parameter}
 
 
-def _take_optimizer(executor: Executor, names: Mapping[Tensor, str], state: State) -> None:
+def _take_optimizer(executor: Executor, names: Mapping[Tensor, str], state: StageState) -> None:
     """Add the optimizer's state of these parameters, as far as this rank updates them."""
     update, shards = executor.update, executor.shards
     if update.optimizer is None:
@@ -212,9 +212,9 @@ def _take_optimizer(executor: Executor, names: Mapping[Tensor, str], state: Stat
     take_optimizer(update.optimizer, mine, state, update.given.options, of_part)
 
 
-def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[str, Tensor]) -> State:
+def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[str, Tensor]) -> StageState:
     update = executor.update
-    state = State(prefixed("model", {**layers.tensors(), **buffers}))
+    state = StageState(prefixed("model", {**layers.tensors(), **buffers}))
     state.meta["num_minibatches"] = update.num_minibatches
     state.meta["num_skipped"] = executor.num_skipped
     scales = (update.loss_scale,) if executor.scales is None else executor.scales.window()
@@ -238,7 +238,7 @@ def _own_versions(plan: Plan, place: Place, point: ResumePoint) -> list[int]:
     return [number for number in versions_in_use(plan, place, point) if number not in written]
 
 
-def _put_versions(executor: Executor, layers: StageModule, numbers: list[int], state: State) -> None:
+def _put_versions(executor: Executor, layers: StageModule, numbers: list[int], state: StageState) -> None:
     state.meta["versions"] = numbers
     if not numbers:
         return

@@ -44,7 +44,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import forward_program, overflows_late, program
 from hybridpipe.planning.schedules.instructions import Forward, RankProgram, without_update
 from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_program
-from hybridpipe.planning.timeline import Event
+from hybridpipe.planning.timeline import TimelineEvent
 from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
 from hybridpipe.types import Loss
@@ -258,7 +258,7 @@ class Worker:
 
     def train(
         self, minibatch: Minibatch, step: int, update: bool = True
-    ) -> tuple[PendingLosses, list[Event]]:
+    ) -> tuple[PendingLosses, list[TimelineEvent]]:
         """Train on one minibatch, and flush.
 
         Args:
@@ -269,7 +269,7 @@ class Worker:
             each microbatch's loss, on the way to all ranks; this rank's events.
         """
         losses: dict[int, LossSum] = {}
-        events: list[Event] = []
+        events: list[TimelineEvent] = []
         with failure.guard():
             todo = self._program(len(minibatch.sizes), update)
             for done in self.executor.run(todo, Stream([minibatch], step)):
@@ -278,11 +278,11 @@ class Worker:
             for m, loss in losses.items():
                 numbers[m] = loss
             self._settle()
-            return self.share(numbers), events
+            return self.sum_losses(numbers), events
 
     def stream(
         self, minibatches: Sequence[Minibatch], step: int, done: int = 0
-    ) -> Iterator[tuple[list[PendingLosses], list[Event]]]:
+    ) -> Iterator[tuple[list[PendingLosses], list[TimelineEvent]]]:
         """Train on minibatches without a flush in between, under an asynchronous schedule.
 
         Yields for each update of this rank the losses of the minibatches that it covers, and this rank's
@@ -301,12 +301,14 @@ class Worker:
                 for m, loss in update.losses.items():
                     at = stream[m]
                     numbers[at.step - step][at.microbatch] = loss
-                shared = [self.share(ahead.popleft(), update.skipped) for _ in range(update.num_minibatches)]
+                summed = [
+                    self.sum_losses(ahead.popleft(), update.skipped) for _ in range(update.num_minibatches)
+                ]
                 if scales is not None:
-                    scales.note(each.were_skipped for each in shared)
-                yield shared, update.events
+                    scales.note(each.were_skipped for each in summed)
+                yield summed, update.events
             while ahead:
-                yield [self.share(ahead.popleft())], []
+                yield [self.sum_losses(ahead.popleft())], []
             self._settle()
 
     def loads(self, counts: Sequence[int], begin: int = 0, stream_start: int = 0) -> list[tuple[int, int]]:
@@ -414,9 +416,9 @@ class Worker:
 
         with failure.guard():
             self.executor.infer(self._forward_program(len(minibatch.sizes)), minibatch, note, number)
-            return self.share(numbers)
+            return self.sum_losses(numbers)
 
-    def share(self, numbers: np.ndarray, skipped: bool = False) -> PendingLosses:
+    def sum_losses(self, numbers: np.ndarray, skipped: bool = False) -> PendingLosses:
         """Start to sum `numbers` over all ranks in the background. Collective.
 
         Args:

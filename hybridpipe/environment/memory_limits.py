@@ -75,7 +75,7 @@ def rooms(root: Path = ROOT, env: Mapping[str, str] = os.environ) -> list[Room]:
     return [*_cgroups(root), *_slurm(env), *own_limits(root), *_ram(root)]
 
 
-def shared_out(
+def memory_by_rooms(
     rooms: Sequence[Sequence[Room]], held: Sequence[int], machines: Sequence[int]
 ) -> list[RankMemory]:
     """Return the memory of each rank: the least of its equal shares of the rooms that it has.
@@ -91,11 +91,11 @@ def shared_out(
             key = (machine, room.sharers) if room.sharers else (rank, room)
             together[(*key, room.sharers)].append((rank, room))
     found = [RankMemory(each) for each in held]
-    for sharing in together.values():
-        num_bytes = min(room.num_bytes for _, room in sharing)
-        for rank, room in sharing:
-            free = num_bytes - (sum(held[other] for other, _ in sharing) if room.with_held else 0)
-            limit = max(0, held[rank] + free // len(sharing))
+    for sharers in together.values():
+        num_bytes = min(room.num_bytes for _, room in sharers)
+        for rank, room in sharers:
+            free = num_bytes - (sum(held[other] for other, _ in sharers) if room.with_held else 0)
+            limit = max(0, held[rank] + free // len(sharers))
             least = found[rank].limit_bytes
             if least is None or limit < least:
                 found[rank] = replace(found[rank], limit_bytes=limit, origin=room.origin)

@@ -1,4 +1,4 @@
-"""Hang: the states of all ranks of a job that makes no progress, and the rank that causes it.
+"""Hang: the activity of all ranks of a job that makes no progress, and the rank that causes it.
 
 Not known here: MPI and processes. Invariant: a rank that waits for others is no cause, unless all wait; ranks
 that wait for a checkpoint do not hang while any rank's disk still accepts data.
@@ -16,8 +16,8 @@ COLLECTIVE = "methods of Trainer are collective: every rank has to call them, in
 
 
 @dataclass(frozen=True)
-class State:
-    """The state of one rank, as it answers.
+class RankActivity:
+    """Activity of one rank, as it answers.
 
     Args:
         position: instruction, step and stage.
@@ -38,14 +38,14 @@ class State:
     still_seconds: float = math.inf
 
     def encode(self) -> bytes:
-        """Return the state as JSON, for a message."""
+        """Return the activity as JSON, for a message."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def decode(data: bytes) -> "State":
-        """Return the state that `encode` wrote."""
+    def decode(data: bytes) -> "RankActivity":
+        """Return the activity that `encode` wrote."""
         fields = json.loads(data)
-        return State(**{**fields, "peers": tuple(fields["peers"])})
+        return RankActivity(**{**fields, "peers": tuple(fields["peers"])})
 
     def __str__(self) -> str:
         waits = f"; waits for: {self.wait}" if self.wait else "; waits for no other rank"
@@ -53,68 +53,68 @@ class State:
         return f"{self.position}{waits} (for {self.seconds:.0f} s){saves}"
 
 
-def awaited(states: Mapping[int, State | None], start: int) -> list[int]:
+def awaited(activities: Mapping[int, RankActivity | None], start: int) -> list[int]:
     """Return `start`, the ranks that it waits for, and those that they wait for in turn, nearest first."""
     found, todo = [start], [start]
     while todo:
-        state = states.get(todo.pop(0))
-        for peer in () if state is None else state.peers:
+        activity = activities.get(todo.pop(0))
+        for peer in () if activity is None else activity.peers:
             if peer not in found:
                 found.append(peer)
                 todo.append(peer)
     return found
 
 
-def cause(states: Mapping[int, State | None], reporter: int) -> tuple[list[int], str]:
+def cause(activities: Mapping[int, RankActivity | None], reporter: int) -> tuple[list[int], str]:
     """Return the ranks that make `reporter` wait, and a verb phrase that says what is wrong with them.
 
     A rank that does not answer, being stopped or lost, comes first; then one whose checkpoint does not
     advance; then one that is busy with something that does not end.
 
     Args:
-        states: of each rank; None: it did not answer.
+        activities: of each rank; None: it did not answer.
     """
-    ranks = awaited(states, reporter)
-    silent = [rank for rank in ranks if states.get(rank) is None]
+    ranks = awaited(activities, reporter)
+    silent = [rank for rank in ranks if activities.get(rank) is None]
     if silent:
         return silent, "gives no answer"
-    saving = [rank for rank in ranks if _state(states, rank).saving]
-    if saving and _for_checkpoint(states, ranks):
-        first = _state(states, saving[0])
+    saving = [rank for rank in ranks if _activity(activities, rank).saving]
+    if saving and _for_checkpoint(activities, ranks):
+        first = _activity(activities, saving[0])
         return saving, f"{first.saving}, and its disk has accepted no data for {first.still_seconds:.0f} s"
-    busy = [rank for rank in ranks if not _state(states, rank).wait]
+    busy = [rank for rank in ranks if not _activity(activities, rank).wait]
     if busy:
-        first = _state(states, busy[0])
+        first = _activity(activities, busy[0])
         hint = f"; {COLLECTIVE}" if first.position.startswith(OUTSIDE) else ""
         return busy, f"is alive and waits for no other rank: {first}{hint}"
-    missing = sorted(rank for rank, state in states.items() if state is None)
+    missing = sorted(rank for rank, activity in activities.items() if activity is None)
     if missing:
         return missing, "gives no answer"
     return sorted(ranks), "wait for each other"
 
 
-def seconds_since_saving_moved(states: Mapping[int, State | None], reporter: int) -> float | None:
+def seconds_since_saving_moved(activities: Mapping[int, RankActivity | None], reporter: int) -> float | None:
     """Return the seconds since any rank's disk last accepted data, if `reporter` waits for a checkpoint.
 
     None: it waits for something else, or a rank did not answer.
     """
-    ranks = awaited(states, reporter)
-    if any(state is None for state in states.values()) or not _for_checkpoint(states, ranks):
+    ranks = awaited(activities, reporter)
+    if any(activity is None for activity in activities.values()) or not _for_checkpoint(activities, ranks):
         return None
-    return min(state.still_seconds for state in states.values() if state is not None)
+    return min(activity.still_seconds for activity in activities.values() if activity is not None)
 
 
-def describe(states: Mapping[int, State | None], hosts: Mapping[int, str]) -> Iterator[str]:
+def describe(activities: Mapping[int, RankActivity | None], hosts: Mapping[int, str]) -> Iterator[str]:
     """Yield a line of the report for each rank."""
-    for rank, state in sorted(states.items()):
-        yield f"hybridpipe:   rank {rank} on host {hosts[rank]}: {state or 'no answer'}"
+    for rank, activity in sorted(activities.items()):
+        yield f"hybridpipe:   rank {rank} on host {hosts[rank]}: {activity or 'no answer'}"
 
 
-def _for_checkpoint(states: Mapping[int, State | None], ranks: list[int]) -> bool:
-    return any(_state(states, rank).wait.startswith(CHECKPOINT) for rank in ranks)
+def _for_checkpoint(activities: Mapping[int, RankActivity | None], ranks: list[int]) -> bool:
+    return any(_activity(activities, rank).wait.startswith(CHECKPOINT) for rank in ranks)
 
 
-def _state(states: Mapping[int, State | None], rank: int) -> State:
-    state = states[rank]
-    assert state is not None
-    return state
+def _activity(activities: Mapping[int, RankActivity | None], rank: int) -> RankActivity:
+    activity = activities[rank]
+    assert activity is not None
+    return activity

@@ -9,7 +9,7 @@ import resource
 import torch
 
 from hybridpipe.environment.memory_limits import RankMemory
-from hybridpipe.planning.units import size
+from hybridpipe.planning.quantities import size
 
 REMEDIES = "smaller microbatches, recompute, more ranks or a lower memory limit for the plan may help"
 _expected: tuple[RankMemory, int | None] | None = None

@@ -1,7 +1,7 @@
 """Preemption: USR1 or TERM requests a stop, and all ranks end at the same step.
 
 Not known here: torch and MPI, because a command handles signals before it loads them.
-Invariant: a handler only notes the request; `Worker.share` carries it to all ranks beside the losses.
+Invariant: a handler only notes the request; `Worker.sum_losses` carries it to all ranks beside the losses.
 """
 
 import atexit
@@ -40,7 +40,7 @@ class Preempted(SystemExit):
         return self.what
 
 
-class _State:
+class _Preemption:
     """This rank's state of preemption.
 
     Args:
@@ -56,7 +56,7 @@ class _State:
     leaving = False
 
 
-state = _State()
+state = _Preemption()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import rank_status
 from hybridpipe.environment import this_machine
 from hybridpipe.health import exit_report, failure, hang
-from hybridpipe.health.hang import State
+from hybridpipe.health.hang import RankActivity
 
 LONGEST_PAUSE_SECONDS = 1.0  # between two checks
 ASK_SECONDS = 2.5  # a rank that can answer does so in this time
@@ -62,7 +62,7 @@ class Watchdog:
         self._pause_seconds = min(LONGEST_PAUSE_SECONDS, timeout_seconds / 10)
         self._look()
         self._queried_by: dict[int, float] = {}  # rank -> time of its query
-        self._answers: dict[int, State] = {}
+        self._answers: dict[int, RankActivity] = {}
         self._sent: list[tuple[MPI.Request, bytes]] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hybridpipe-watchdog", daemon=True)
@@ -107,17 +107,17 @@ class Watchdog:
             message.Recv([data, MPI.BYTE])
             if status.tag == QUESTION:
                 self._queried_by[status.source] = time.monotonic()
-                self._send(self._state().encode(), status.source, ANSWER)
+                self._send(self._activity().encode(), status.source, ANSWER)
             else:
-                self._answers[status.source] = State.decode(bytes(data))
+                self._answers[status.source] = RankActivity.decode(bytes(data))
         self._sent = [each for each in self._sent if not each[0].Test()]
 
     def _send(self, data: bytes, rank: int, tag: int) -> None:
         self._sent.append((self._communicator.Isend([data, MPI.BYTE], rank, tag), data))
 
-    def _state(self) -> State:
+    def _activity(self) -> RankActivity:
         wait = rank_status.wait
-        return State(
+        return RankActivity(
             str(rank_status),
             self._still_seconds,
             "" if wait is None else str(wait),
@@ -139,13 +139,13 @@ class Watchdog:
             self._wait(YIELD_SECONDS)
         if rank_status.has_moved_since(doing, wait) or self._ended.is_set():
             return
-        states: dict[int, State | None] = dict.fromkeys(range(len(self._processes)))
-        states.update(self._answers | {self._rank: self._state()})
-        written = hang.seconds_since_saving_moved(states, self._rank)
+        activities: dict[int, RankActivity | None] = dict.fromkeys(range(len(self._processes)))
+        activities.update(self._answers | {self._rank: self._activity()})
+        written = hang.seconds_since_saving_moved(activities, self._rank)
         if written is not None and written < self._timeout_seconds:
             self._still_seconds = written
             return
-        report = self._report(states)
+        report = self._report(activities)
         exit_report.tell(1, report[-1].removeprefix("hybridpipe: "), "no progress", rank_status.step)
         failure.print_in_one_piece("\n".join(report))
         failure.end_launcher_if_stuck()
@@ -157,23 +157,23 @@ class Watchdog:
             self._listen()
             time.sleep(0.02)
 
-    def _report(self, states: dict[int, State | None]) -> list[str]:
+    def _report(self, activities: dict[int, RankActivity | None]) -> list[str]:
         hosts = {rank: process.host for rank, process in enumerate(self._processes)}
         stacks = [
-            f"rank {rank} on host {hosts[rank]}:\n{state.stacks}" for rank, state in states.items() if state
+            f"rank {rank} on host {hosts[rank]}:\n{each.stacks}" for rank, each in activities.items() if each
         ]
-        ranks, what = hang.cause(states, self._rank)
+        ranks, what = hang.cause(activities, self._rank)
         if len(ranks) > 1 and what == "wait for each other":
             who = f"ranks {', '.join(map(str, ranks))}"
         else:
             who = f"rank {ranks[0]} on host {hosts[ranks[0]]}"
-            if states[ranks[0]] is None:
+            if activities[ranks[0]] is None:
                 others = f" (nor do ranks {', '.join(map(str, ranks[1:]))})" if ranks[1:] else ""
                 what = f"gives no answer{others}: {self._fate(ranks[0])}"
         return [
             *stacks,
             f"hybridpipe: no progress for {self._timeout_seconds:g} s (--hang-timeout); the ranks' status:",
-            *hang.describe(states, hosts),
+            *hang.describe(activities, hosts),
             f"hybridpipe: {who} {what}; reported by rank {self._rank}; ending the job",
         ]
 

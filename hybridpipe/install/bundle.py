@@ -38,7 +38,7 @@ HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
 @dataclass(frozen=True)
-class Manifest:
+class BundleManifest:
     """The machines that a bundle is for.
 
     Args:
@@ -104,11 +104,11 @@ def parsed(line: str) -> Any:
 # ---- Checking one ----------------------------------------------------------------------------------------
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path) -> BundleManifest:
     """Read a bundle's manifest. Raises UserError if there is none, or it is none."""
     path = folder / MANIFEST
     try:
-        found = Manifest(**json.loads(path.read_text()))
+        found = BundleManifest(**json.loads(path.read_text()))
         if found.format != FORMAT:
             raise ValueError
         return found
@@ -181,7 +181,7 @@ def make(options: argparse.Namespace) -> None:
         shutil.rmtree(options.folder)  # it is new
         raise
     wanted, without = requirements(options.extras), sorted(options.without)
-    made = Manifest(wanted, options.extras, HERE, options.platform, without)
+    made = BundleManifest(wanted, options.extras, HERE, options.platform, without)
     (options.folder / MANIFEST).write_text(json.dumps(asdict(made), indent=1) + "\n")
 
 

@@ -54,7 +54,7 @@ class Check:
         return not self.ok and self.severity == FAIL
 
 
-class Problem(Exception):
+class Finding(Exception):
     """A failed check, with advice if the check's own does not fit."""
 
     def __init__(self, detail: str, advice: str | None = None, severity: str = FAIL) -> None:
@@ -70,7 +70,7 @@ def check(name: str, advice: str) -> Callable[[Callable[[], str]], Callable[[], 
         def examined() -> Check:
             try:
                 return Check(name, True, examine())
-            except Problem as error:
+            except Finding as error:
                 own = advice if error.advice is None else error.advice
                 return Check(name, False, str(error), own, error.severity)
             except Exception as error:
@@ -89,7 +89,7 @@ def check(name: str, advice: str) -> Callable[[Callable[[], str]], Callable[[], 
 def python_version() -> str:
     """Check that Python is 3.11 to 3.14."""
     if not (3, 11) <= sys.version_info[:2] < (3, 15):
-        raise Problem(f"{platform.python_version()} is not 3.11 to 3.14")
+        raise Finding(f"{platform.python_version()} is not 3.11 to 3.14")
     return f"{platform.python_version()} at {sys.executable}"
 
 
@@ -101,7 +101,7 @@ def torch_version() -> str:
     found = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not TORCH_FROM <= found < TORCH_BELOW:
         wanted = f"torch>={'.'.join(map(str, TORCH_FROM))},<{'.'.join(map(str, TORCH_BELOW))}"
-        raise Problem(f"{torch.__version__} is not {wanted}", f"pip install '{wanted}' && hybridpipe setup")
+        raise Finding(f"{torch.__version__} is not {wanted}", f"pip install '{wanted}' && hybridpipe setup")
     return f"{torch.__version__}, {_count(torch.get_num_threads(), 'thread')}"
 
 
@@ -113,7 +113,7 @@ def mpi_library() -> str:
     with open("/proc/self/maps") as maps:
         loaded = sorted({line.split()[-1] for line in maps if re.search(r"/libmpi\b[^/]*$", line)})
     if len(loaded) > 1:
-        raise Problem(f"two at once: {', '.join(loaded)}", "unset LD_LIBRARY_PATH, then hybridpipe setup")
+        raise Finding(f"two at once: {', '.join(loaded)}", "unset LD_LIBRARY_PATH, then hybridpipe setup")
     return f"{_make_and_version(MPI.Get_library_version())} at {', '.join(loaded) or 'an unknown path'}"
 
 
@@ -123,7 +123,7 @@ def thread_level() -> str:
     from mpi4py import MPI
 
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-        raise Problem("MPI_THREAD_MULTIPLE is not provided: threads of one rank could not send at once")
+        raise Finding("MPI_THREAD_MULTIPLE is not provided: threads of one rank could not send at once")
     return "MPI_THREAD_MULTIPLE"
 
 
@@ -143,7 +143,7 @@ def mpi_matches() -> str:
     # MPICH and its derivatives have an mpirun called HYDRA, whose version is not always the library's.
     comparable = "HYDRA" not in started or "MPICH" in loaded
     if comparable and started.replace("HYDRA", "MPICH") != loaded:
-        raise Problem(f"mpirun is {started} but the library is {loaded}: each rank would run alone")
+        raise Finding(f"mpirun is {started} but the library is {loaded}: each rank would run alone")
     return "mpirun and the library belong together"
 
 
@@ -157,11 +157,11 @@ def sums_by_horovod() -> str:
     except ModuleNotFoundError as error:
         if error.name != "horovod":
             raise
-        raise Problem("not installed, and not needed: hybridpipe setup builds it", "", ABSENT) from None
+        raise Finding("not installed, and not needed: hybridpipe setup builds it", "", ABSENT) from None
     import horovod.torch as hvd
 
     if not hvd.mpi_built():
-        raise Problem(f"{horovod.__version__} has no MPI", "pip uninstall horovod, then hybridpipe setup")
+        raise Finding(f"{horovod.__version__} has no MPI", "pip uninstall horovod, then hybridpipe setup")
     parts = ["MPI", "torch"] + ["CUDA"] * hvd.cuda_built()
     if version := hvd.nccl_built():
         parts.append(gpus.nccl_name(version))
@@ -178,7 +178,7 @@ def sums_by_mpi() -> str:
     ones = numpy.ones(2**10, numpy.float32)
     MPI.COMM_SELF.Allreduce(MPI.IN_PLACE, ones)
     if not (ones == 1).all():
-        raise Problem("an all-reduce over this process alone changed its numbers")
+        raise Finding("an all-reduce over this process alone changed its numbers")
     return f"MPI_Allreduce, by mpi4py {mpi4py.__version__}"
 
 
@@ -188,7 +188,7 @@ def sums_by_torch() -> str:
     from torch import distributed
 
     if not distributed.is_available():
-        raise Problem("this torch is built without torch.distributed, which is not needed", "", ABSENT)
+        raise Finding("this torch is built without torch.distributed, which is not needed", "", ABSENT)
     found = ["gloo"] * distributed.is_gloo_available() + ["NCCL"] * distributed.is_nccl_available()
     return f"torch.distributed with {' and '.join(found) or 'neither gloo nor NCCL'}"
 
@@ -225,7 +225,7 @@ def launcher_met() -> str:
 
     size, promised = MPI.COMM_WORLD.size, environment.promised_ranks()
     if promised is not None and size < promised:
-        raise Problem(f"it started {promised} ranks, and each sees a world of {size}")
+        raise Finding(f"it started {promised} ranks, and each sees a world of {size}")
     return f"a world of {size} as started" if promised else "none: this is one process"
 
 
@@ -245,23 +245,23 @@ def gpu_of_each_rank() -> str:
 
     world, here = MPI.COMM_WORLD, socket.gethostname()
     device = own_device(world, None)
-    place: gpus.Place | Exception = gpus.Place(world.rank, here, "", "")
+    own: gpus.RankDevice | Exception = gpus.RankDevice(world.rank, here, "", "")
     try:
         if device.type == "cuda":
             name = f"{device} ({torch.cuda.get_device_name(device)})"
-            place = gpus.Place(world.rank, here, visible_gpus()[device.index], name)
+            own = gpus.RankDevice(world.rank, here, visible_gpus()[device.index], name)
     except Exception as error:  # told below on all ranks, so that none waits for this one
-        place = error
-    found = world.allgather(place)
+        own = error
+    found = world.allgather(own)
     for rank, each in enumerate(found):
         if isinstance(each, Exception):
-            raise Problem(f"rank {rank}: {each}")
-    places = [each for each in found if isinstance(each, gpus.Place)]
+            raise Finding(f"rank {rank}: {each}")
+    devices = [each for each in found if isinstance(each, gpus.RankDevice)]
     able = usable(world, device)
     if able.on_gpus and suited(able, AUTO_SYNC) == ["mpi"]:
         slower = "MPI sums gradients, through the host's memory"
-        raise Problem(f"{gpus.who_has_which(places)}: {slower}: {able.whys['torch']}", severity=SLOW)
-    return gpus.who_has_which(places)
+        raise Finding(f"{gpus.who_has_which(devices)}: {slower}: {able.whys['torch']}", severity=SLOW)
+    return gpus.who_has_which(devices)
 
 
 @check("messages", "mpirun --mca pml ob1 --mca btl tcp,self shows whether it is the network")
@@ -274,7 +274,7 @@ def messages() -> str:
     sent, received = f"{world.rank:08}".encode() * 2**17, bytearray(2**20)  # too long for the eager protocol
     world.Sendrecv(sent, right, recvbuf=received, source=left)
     if received[-8:] != f"{left:08}".encode():
-        raise Problem(f"rank {world.rank} received other bytes than rank {left} sent")
+        raise Finding(f"rank {world.rank} received other bytes than rank {left} sent")
     return "1 MiB passed from each rank to the next"
 
 
@@ -299,7 +299,7 @@ def all_reduce() -> str:
         mean = float(collectives.all_reduce([numbers], "doctor").wait()[0]) / world.size
         collectives.close()
         if mean != (world.size - 1) / 2:
-            raise Problem(f"{backend}'s mean of the ranks' numbers is {mean}, not {(world.size - 1) / 2}")
+            raise Finding(f"{backend}'s mean of the ranks' numbers is {mean}, not {(world.size - 1) / 2}")
     everyone.Free()
     return f"{' and '.join(backends)} averaged over {world.size} ranks"
 
@@ -319,7 +319,7 @@ def cores() -> str:
         lines.append(f"{host}: {_count(ranks, 'rank')} on {_count(num_cores, 'core')}")
     if crowded:
         waits = ": waiting ranks take cores from computing ranks"
-        raise Problem("; ".join(lines) + waits, severity=SLOW)
+        raise Finding("; ".join(lines) + waits, severity=SLOW)
     return "; ".join(lines)
 
 
@@ -413,7 +413,7 @@ def _make_and_version(text: str) -> str:
 def _mpirun() -> str:
     found = mpirun.find_program("mpirun")
     if found is None:
-        raise Problem("there is none beside this Python or on the PATH")
+        raise Finding("there is none beside this Python or on the PATH")
     return found
 
 

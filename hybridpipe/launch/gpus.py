@@ -29,7 +29,7 @@ class Build:
     cuda_aware: bool = False
 
 
-class Place(NamedTuple):
+class RankDevice(NamedTuple):
     """A rank's device: its host, the GPU's identity and its name in words, which are empty on a CPU."""
 
     rank: int
@@ -75,24 +75,24 @@ def nccl_name(version: int) -> str:
     return f"NCCL {version // 10000}.{version // 100 % 100}"
 
 
-def shared(places: Iterable[Place]) -> dict[tuple[str, str], list[int]]:
+def shared(devices: Iterable[RankDevice]) -> dict[tuple[str, str], list[int]]:
     """Return the ranks of each GPU, by host and identity; ranks on CPUs are left out."""
     ranks: dict[tuple[str, str], list[int]] = {}
-    for place in places:
-        if place.gpu:
-            ranks.setdefault((place.host, place.gpu), []).append(place.rank)
+    for device in devices:
+        if device.gpu:
+            ranks.setdefault((device.host, device.gpu), []).append(device.rank)
     return ranks
 
 
-def who_has_which(places: Sequence[Place]) -> str:
+def who_has_which(devices: Sequence[RankDevice]) -> str:
     """Return each host's GPUs with their ranks, such as `h1: rank 0 on cuda:0, ranks 1, 2 share cuda:1`."""
-    names = {(place.host, place.gpu): place.name for place in places}
-    parts: dict[str, list[str]] = {place.host: [] for place in places}
-    for (host, gpu), ranks in shared(places).items():
+    names = {(device.host, device.gpu): device.name for device in devices}
+    parts: dict[str, list[str]] = {device.host: [] for device in devices}
+    for (host, gpu), ranks in shared(devices).items():
         several = len(ranks) > 1
         parts[host].append(f"{_ranks(ranks)} {'share' if several else 'on'} {names[host, gpu]}")
     for host in parts:
-        if on_cpu := [place.rank for place in places if place.host == host and not place.gpu]:
+        if on_cpu := [device.rank for device in devices if device.host == host and not device.gpu]:
             parts[host].append(f"{_ranks(on_cpu)} on CPUs")
     return "; ".join(f"{host}: {', '.join(each)}" for host, each in parts.items())
 

@@ -11,7 +11,7 @@ import torch
 from hybridpipe.comm.idle import idle_barrier, machine_leaders
 from hybridpipe.device import visible_gpus
 from hybridpipe.environment.allocator import held_by_process
-from hybridpipe.environment.memory_limits import RESERVE, RankMemory, Room, rooms, shared_out
+from hybridpipe.environment.memory_limits import RESERVE, RankMemory, Room, memory_by_rooms, rooms
 from hybridpipe.planning.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def memory_of_ranks(
         mine.append(Room("cluster.json", int(cluster.memory(world.rank) * RESERVE)))
     ranks: list[tuple[list[Room], int]] = world.allgather((mine, held))
     every, holdings = zip(*ranks, strict=True)
-    return shared_out(every, holdings, machine_leaders(world))
+    return memory_by_rooms(every, holdings, machine_leaders(world))
 
 
 def _gpu(device: torch.device) -> Room:

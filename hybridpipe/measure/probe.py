@@ -116,18 +116,18 @@ def _measure_levels(
         for unit, link in zip(units, links, strict=True)
     ]
     reduced, overlap, replicated_speed = zip(*all_reduces, strict=True)
-    sharing: list[tuple[Collective | None, Collective | None]] = [(None, None) for _ in units]
+    sharded: list[tuple[Collective | None, Collective | None]] = [(None, None) for _ in units]
     if with_sharding:
-        sharing = [
+        sharded = [
             measure_sharding(world, unit, link, gradient_bytes, allreduce, open_transport, lanes, backend)
             for unit, link, allreduce in zip(units, links, reduced, strict=True)
         ]
-    levels = tuple(map(_level, units, links, reduced, sharing))
+    levels = tuple(map(_level, units, links, reduced, sharded))
     return links, levels, overlap[-1], replicated_speed[-1]
 
 
 def _level(
-    unit: Unit, link: Link, allreduce: Collective, sharing: tuple[Collective | None, Collective | None]
+    unit: Unit, link: Link, allreduce: Collective, sharded: tuple[Collective | None, Collective | None]
 ) -> Level:
     return Level(
         unit.name,
@@ -138,8 +138,8 @@ def _level(
         allreduce=allreduce,
         burst_bytes=link.burst_bytes,
         fit_error=link.message.error,
-        reduce_scatter=sharing[0],
-        all_gather=sharing[1],
+        reduce_scatter=sharded[0],
+        all_gather=sharded[1],
     )
 
 

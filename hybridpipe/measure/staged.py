@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.transport import Pending
-from hybridpipe.device import Event, GpuLanes
+from hybridpipe.device import Completion, GpuLanes
 
 
 class _Onward(NamedTuple):
@@ -48,7 +48,7 @@ class StagedTransport(MpiTransport):
         super().__init__(communicator, cores_to_spare, progress_thread, pinned=True)
         self._lanes = lanes
 
-    def send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None = None) -> Pending:
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Completion | None = None) -> Pending:
         """Start sending as many bytes as `buffer` has."""
         host = self.buffer(len(buffer))
         copied = self._lanes.copy_out(host, self._lanes.empty(len(buffer)))

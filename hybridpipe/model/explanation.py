@@ -25,7 +25,7 @@ class LayerFacts:
     Args:
         name: the layer's name in the plan table.
         parameters: number of its parameters' elements; a shared parameter counts in each of its layers.
-        units: paths of the modules that it calls whole.
+        units: paths of the leaf modules that it calls.
         crossing_bytes: bytes that a cut behind it sends forward; 0 behind the last layer; None: not known
             without a measurement.
         crossing_tensors: number of tensors that cross there; None: likewise.
@@ -61,7 +61,7 @@ class ForbiddenCut:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class ModelExplanation:
     """Facts about what was made of a model.
 
     Args:
@@ -90,11 +90,11 @@ class Explanation:
 
 
 def forbidden_cuts(record: Record) -> tuple[ForbiddenCut, ...]:
-    """Return the places between two neighbouring unit calls of a record where no cut is allowed."""
+    """Return the places between two neighbouring leaf module calls of a record where no cut is allowed."""
 
     def places() -> Iterator[tuple[Event, Event, str]]:
-        units = [i for i, event in enumerate(record.events) if event.is_unit]
-        for a, b in itertools.pairwise(units):
+        calls = [i for i, event in enumerate(record.events) if event.is_module]
+        for a, b in itertools.pairwise(calls):
             if all(cut in record.forbidden for cut in range(a + 1, b + 1)):
                 yield record.events[a], record.events[b], record.forbidden[a + 1]
 
@@ -109,7 +109,7 @@ def forbidden_cuts(record: Record) -> tuple[ForbiddenCut, ...]:
 
 
 def facts_of(record: Record) -> dict[str, Any]:
-    """Return the fields of an `Explanation` that a record says by itself."""
+    """Return the fields of an `ModelExplanation` that a record says by itself."""
     events = record.events
     return {
         "forbidden": forbidden_cuts(record),
@@ -131,8 +131,8 @@ def _input_name(_: Any, first: Any, *rest: Any) -> str:
 
 
 def _each(events: Iterator[Event]) -> tuple[str, ...]:
-    """Return each unit call's label, and each other call's name and line once."""
-    return tuple(dict.fromkeys(e.label if e.is_unit else f"{e.name} ({e.where})" for e in events))
+    """Return each leaf module call's label, and each other call's name and line once."""
+    return tuple(dict.fromkeys(e.label if e.is_module else f"{e.name} ({e.where})" for e in events))
 
 
 def _guard(event: Event) -> str:

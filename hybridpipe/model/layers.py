@@ -14,7 +14,7 @@ from torch import nn
 from hybridpipe.errors import UserError
 from hybridpipe.model import plan_fit, sequential
 from hybridpipe.model.copies import copied
-from hybridpipe.model.explanation import SEQUENTIAL, WHOLE, Explanation, LayerFacts
+from hybridpipe.model.explanation import SEQUENTIAL, WHOLE, LayerFacts, ModelExplanation
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.recorded import RecordedModel
 from hybridpipe.model.recording import (
@@ -54,7 +54,7 @@ class Layers(Protocol):
     def why_whole(self) -> str:
         """The reason why a model that is no `nn.Sequential` is one layer; "" otherwise."""
 
-    def explain(self) -> Explanation:
+    def explain(self) -> ModelExplanation:
         """Return what was made of the model, without what layers share (`explain`)."""
 
     def stage(self, start: int, stop: int) -> StageModule:
@@ -109,7 +109,7 @@ class SequentialLayers:
         self.path = self.why_whole = str(why or "")
         self._why, self.settings = why, None
 
-    def explain(self) -> Explanation:
+    def explain(self) -> ModelExplanation:
         """Return what was made of the model, without what layers share."""
         kind = SEQUENTIAL if sequential.is_sequential(self.model) else WHOLE
         layers = tuple(
@@ -120,7 +120,7 @@ class SequentialLayers:
             )
             for layer in self.single()
         )
-        return Explanation(kind, layers, self.why_whole)
+        return ModelExplanation(kind, layers, self.why_whole)
 
     def stage(self, start: int, stop: int) -> StageModule:
         """Return the layers from `start` up to, not including, `stop`."""
@@ -167,7 +167,7 @@ def shared_parameters(layers: Layers) -> tuple[SharedParameter, ...]:
     return plan_fit.shared_parameters(layers.model, layers.holders(one_by_one))
 
 
-def explain(layers: Layers) -> Explanation:
+def explain(layers: Layers) -> ModelExplanation:
     """Return what was made of a model."""
     return replace(layers.explain(), shared=shared_parameters(layers))
 

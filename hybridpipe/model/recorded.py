@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import (
     RECORDED,
-    Explanation,
     LayerFacts,
+    ModelExplanation,
     facts_of,
     forbidden_cuts,
     input_names,
@@ -60,8 +60,8 @@ class RecordedModel:
         self.record = records.find(inputs, training=True, loss=loss, targets=targets)
         self.names = [layer.name for layer in self.record.layers]
         self.first_names = _first_names(model)  # once, since a forward may replace buffers
-        units = {path for each in self._slices for path in each.units}
-        self.settings = Settings(model, units, {name for name, _ in self.record.assigned})
+        leaf_modules = {path for each in self._slices for path in each.leaf_modules}
+        self.settings = Settings(model, leaf_modules, {name for name, _ in self.record.assigned})
         records.around = self.settings.recording
 
     @property
@@ -81,10 +81,10 @@ class RecordedModel:
             return ""
         if forbidden := forbidden_cuts(self.record):
             return forbidden[0].reason
-        calls = "".join(f", {unit}" for unit in self.record.layers[0].units if unit)
+        calls = "".join(f", {path}" for path in self.record.layers[0].leaf_modules if path)
         return f"its forward calls {'one module only' if calls else 'no modules between which to cut'}{calls}"
 
-    def explain(self) -> Explanation:
+    def explain(self) -> ModelExplanation:
         """Return what was made of the model, without what layers share."""
         sizes = {name: p.numel() for name, p in self.model.named_parameters()}
         inputs = input_names(self._inputs)
@@ -92,7 +92,7 @@ class RecordedModel:
             LayerFacts(
                 name=layer.name,
                 parameters=sum(sizes.get(name, 0) for name in names),
-                units=layer.units,
+                units=layer.leaf_modules,
                 crossing_bytes=self.precision.sent_bytes(self.record.what_crosses(layer.stop)),
                 crossing_tensors=len(part.gives),
                 free_calls=len(part.free),
@@ -102,7 +102,7 @@ class RecordedModel:
         )
         parameters = dict(self.model.named_parameters())
         unused = tuple(name for name in self._unused if name in parameters)
-        return Explanation(RECORDED, layers, self.why_whole, unused=unused, **facts_of(self.record))
+        return ModelExplanation(RECORDED, layers, self.why_whole, unused=unused, **facts_of(self.record))
 
     def stage(self, start: int, stop: int) -> "RecordedStage":
         """Return the layers from `start` up to, not including, `stop`."""
@@ -145,10 +145,10 @@ class RecordedModel:
         check_num_layers(plan, self.num_layers, self.why_whole)
         check_writes(plan, self.record.writes)
         for s, stage in enumerate(plan.stages):
-            for units, _ in self.held[stage.start : stage.stop] if stage.replicas > 1 else ():
-                for unit in units:
+            for leaf_modules, _ in self.held[stage.start : stage.stop] if stage.replicas > 1 else ():
+                for path in leaf_modules:
                     check_no_sync_norm(
-                        unit, self.model.get_submodule(unit), f"{plan.name} replicates stage {s}"
+                        path, self.model.get_submodule(path), f"{plan.name} replicates stage {s}"
                     )
         check_shared(self.model, plan, self.holders(plan))
 
@@ -172,12 +172,12 @@ class RecordedModel:
 
     @cached_property
     def held(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Each layer's paths of units and names of weights; the first layer has the unused ones, too."""
-        (units, weights), *held = [(each.units, each.weights) for each in self._slices]
+        """Each layer's leaf modules by path and weights by name; the first layer has the unused ones."""
+        (leaf_modules, weights), *held = [(each.leaf_modules, each.weights) for each in self._slices]
         around = {name: self._unused_module(name) for name in self._unused}
         modules = dict.fromkeys(path for path in around.values() if path)
         alone = [name for name, path in around.items() if not path]
-        return [((*units, *modules), (*weights, *alone)), *held]
+        return [((*leaf_modules, *modules), (*weights, *alone)), *held]
 
     def _unused_module(self, name: str) -> str:
         """Return the path of the largest module around an unused tensor in which nothing is used.
@@ -191,8 +191,8 @@ class RecordedModel:
 
     @cached_property
     def _places_used(self) -> set[str]:
-        """Paths of units and names of weights that the forward uses, and of the modules around them."""
-        used = {*(path for each in self._slices for path in each.units), *self._used}
+        """Paths of leaf modules and names of weights that the forward uses, and of modules around them."""
+        used = {*(path for each in self._slices for path in each.leaf_modules), *self._used}
         return {each[:end] for each in used for end in _ends(each)}
 
     @cached_property
@@ -210,8 +210,8 @@ class RecordedModel:
     def _used(self) -> set[str]:
         """First names of the others."""
         lookup = ModelLookup(self.model)
-        units = {path for each in self._slices for path in each.units}
-        names = {joined(path, name) for path in units for name in _names(lookup.unit(path))}
+        leaf_modules = {path for each in self._slices for path in each.leaf_modules}
+        names = {joined(path, name) for path in leaf_modules for name in _names(lookup.module(path))}
         names |= {name for each in self._slices for name in each.weights}
         return {self.first_names[name] for name in names}
 
@@ -232,7 +232,7 @@ class RecordedModel:
 class RecordedStage(StageModule):
     """Some layers of a recorded model.
 
-    The module of each layer is a tree of plain modules, with the layer's units and weights at their paths.
+    Each layer's module is a tree of plain modules, with its leaf modules and weights at their paths.
     """
 
     def __init__(self, recorded: RecordedModel, start: int, stop: int) -> None:
@@ -261,7 +261,7 @@ class RecordedStage(StageModule):
 
     @property
     def draws_from_python(self) -> bool:
-        """True: a unit may draw from Python's or NumPy's generators."""
+        """True: a leaf module may draw from Python's or NumPy's generators."""
         return True
 
     @property
@@ -351,13 +351,13 @@ class RecordedStage(StageModule):
 
 
 class _StageLookup:
-    """Finds units and weights among a stage's layers."""
+    """Finds leaf modules and weights among a stage's layers."""
 
     def __init__(self, model: nn.Module, layers: nn.Sequential) -> None:
         self._model, self._layers = model, layers
         self._owners: dict[str, tuple[nn.Module, str]] = {}
 
-    def unit(self, path: str) -> nn.Module:
+    def module(self, path: str) -> nn.Module:
         """Return a module."""
         for layer in self._layers:
             if (found := _at(layer, path)) is not None:
@@ -409,12 +409,12 @@ def _resized(tensor: Tensor, num_samples: int) -> Tensor:
     return tensor[:1].expand(num_samples, *tensor.shape[1:]).clone()
 
 
-def _tree(model: nn.Module, units: Collection[str], weights: Iterable[str]) -> nn.Module:
-    """Return plain modules with some units and weights of a model at their paths."""
-    if "" in units:  # a model without children is its only unit
+def _tree(model: nn.Module, leaf_modules: Collection[str], weights: Iterable[str]) -> nn.Module:
+    """Return plain modules with some leaf modules and weights of a model at their paths."""
+    if "" in leaf_modules:  # a model without children is its only leaf module
         return model
     root = nn.Module()
-    for path in sorted(units, key=lambda path: path.count(".")):
+    for path in sorted(leaf_modules, key=lambda path: path.count(".")):
         if _at(root, path) is None:
             parent, _, name = path.rpartition(".")
             _made(root, parent).add_module(name, model.get_submodule(path))

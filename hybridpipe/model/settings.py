@@ -29,7 +29,7 @@ from hybridpipe.model.attributes import (
 )
 
 
-class _Table(NamedTuple):
+class _Contents(NamedTuple):
     """Contents of a module or a class when it was last looked through.
 
     Attributes:
@@ -59,24 +59,24 @@ class _Present(NamedTuple):
 class Settings:
     """The present settings of a model, to be compared with later ones in about 1 us a module.
 
-    A number of an opened module's stands in the record. One of a unit's, such as a dropout's `p`, decides
-    whether the unit draws random numbers.
+    A number of an opened module's stands in the record. One of a leaf module's, such as a dropout's `p`,
+    decides whether it draws random numbers.
 
     Args:
-        units: paths of the modules that are called whole.
+        leaf_modules: paths of the modules that are called whole.
         replaced: names of the buffers that the forward itself replaces, which do not count.
     """
 
-    def __init__(self, model: nn.Module, units: Collection[str], replaced: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, leaf_modules: Collection[str], replaced: Collection[str]) -> None:
         self._model, self._modules = model, list(model.modules())
         owners = (name.rpartition(".") for name in replaced)
         self._replaced = {(id(model.get_submodule(path)), name) for path, _, name in owners}
-        whole = {id(part) for path in units for part in model.get_submodule(path).modules()}
+        whole = {id(part) for path in leaf_modules for part in model.get_submodule(path).modules()}
         self._classes = own_classes(self._modules)
         self._opened = set(own_classes(each for each in self._modules if id(each) not in whole))
         self._known = {id(each): i for i, each in enumerate(self._modules)}
         self._whole = whole | {id(each) for each in self._classes if each not in self._opened}
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, _Contents] = {}
         self._latest = self._present()
         self._may_change = True
 
@@ -87,7 +87,7 @@ class Settings:
         return self._latest != before
 
     def settle(self) -> None:
-        """Let changes by units, which have just run, not count: a count of calls, an activation that is kept.
+        """Let changes by leaf modules, which have just run, not count, such as a count of calls.
 
         It looks after each run until one has changed nothing, and again after any change.
         """
@@ -139,13 +139,13 @@ class Settings:
         return [(name, look.at(each)) for name, each in globals_of(unwrap(forward)) if is_atom(each)]
 
 
-def _is_same(table: Mapping[str, Any], known: _Table) -> bool:
+def _is_same(table: Mapping[str, Any], known: _Contents) -> bool:
     names, values = islice(table, known.first, None), islice(table.values(), known.first, None)
     is_as_long = len(table) == known.first + len(known.names)
     return is_as_long and [*names] == known.names and all(map(is_, values, known.values))
 
 
-def _looked_through(table: Mapping[str, Any], wholes: tuple[type, ...]) -> _Table:
+def _looked_through(table: Mapping[str, Any], wholes: tuple[type, ...]) -> _Contents:
     counts = [name not in OF_TORCH and name[:2] != "__" for name in table]
     first = counts.index(True) if any(counts) else len(counts)
     fixed: list[Any] = []
@@ -158,4 +158,4 @@ def _looked_through(table: Mapping[str, Any], wholes: tuple[type, ...]) -> _Tabl
         else:
             fixed.append((name, None))
             others.append(value)
-    return _Table(first, [*table][first:], [*table.values()][first:], fixed, others)
+    return _Contents(first, [*table][first:], [*table.values()][first:], fixed, others)

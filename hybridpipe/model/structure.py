@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hybridpipe.model.recording.units import HOOKS
+from hybridpipe.model.recording.leaf_modules import HOOKS
 from hybridpipe.model.sequential import is_sequential
 
 # The hooks of a model itself, which no stage would call.

@@ -16,7 +16,7 @@ def padded(count: int) -> int:
     return -(-count // UNIT) * UNIT
 
 
-class Layout:
+class ShardLayout:
     """Parameters one after the other in a flat buffer of as many equal shares as there are replicas.
 
     Args:

@@ -15,7 +15,7 @@ from hybridpipe.collectives.all_gather import Gather
 from hybridpipe.collectives.protocol import Handle
 from hybridpipe.comm.status import rank_status
 from hybridpipe.optim.gradient_sync import filled
-from hybridpipe.optim.layout import Layout
+from hybridpipe.optim.layout import ShardLayout
 from hybridpipe.optim.named import with_parameters
 from hybridpipe.stage.parts import Piece, join
 
@@ -37,7 +37,7 @@ class FlatBucket:
 
     def __init__(self, parameters: Sequence[Tensor], replica: int, replicas: int) -> None:
         self.parameters = tuple(parameters)
-        self.layout = Layout([p.numel() for p in parameters], replicas)
+        self.layout = ShardLayout([p.numel() for p in parameters], replicas)
         self.ranges = {p: self.layout.part(i, replica) for i, p in enumerate(parameters)}
         self.weights = parameters[0].detach()[:0]
         self.parts = {

@@ -13,7 +13,7 @@ from hybridpipe.comm.courier import Arriving, Courier
 from hybridpipe.comm.messages import Spec, TensorSpec
 from hybridpipe.comm.p2p import KINDS, SHARED_TAG
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.sharing import peers_of
+from hybridpipe.planning.shared_parameters import peers_of
 
 
 class SharedGradients:

@@ -21,7 +21,7 @@ from hybridpipe.planning.schedules.instructions import (
     Load,
     Products,
 )
-from hybridpipe.planning.timeline import BACKWARDS, COLLECTIVES, Event, Timeline, kind
+from hybridpipe.planning.timeline import BACKWARDS, COLLECTIVES, Timeline, TimelineEvent, kind
 
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 MEMORY_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
@@ -71,7 +71,7 @@ def text(timeline: Timeline, width: int = 100) -> str:
     return "\n".join([*rows, f"0 to {timeline.seconds / scale:.3g} {unit}; {key}{left_out}"])
 
 
-def _row(events: tuple[Event, ...], seconds: float, columns: int) -> str:
+def _row(events: tuple[TimelineEvent, ...], seconds: float, columns: int) -> str:
     row = ["."] * columns
     for event in events:
         start, end = (round(t / (seconds or 1.0) * columns) for t in (event.start_seconds, event.end_seconds))
@@ -216,7 +216,7 @@ def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
         yield _text(x, bottom + 22, f"{i * step:g}" + (f" {unit}" if i == 0 else ""), "tick")
 
 
-class Number(NamedTuple):
+class MicrobatchNumber(NamedTuple):
     """The number of a microbatch in a bar: the bar's begin and length, the text, the kind of event."""
 
     x: float
@@ -226,8 +226,8 @@ class Number(NamedTuple):
 
 
 def bars(
-    events: Iterable[Event], left: float, top: float, per_second: float, finest: float = 0.0
-) -> tuple[dict[str, str], list[Number]]:
+    events: Iterable[TimelineEvent], left: float, top: float, per_second: float, finest: float = 0.0
+) -> tuple[dict[str, str], list[MicrobatchNumber]]:
     """Return a row's bars as the path of each colour, which keeps thousands of them small, and their numbers.
 
     Args:
@@ -247,7 +247,7 @@ def bars(
         chunk = event.instruction.chunk if isinstance(event.instruction, ON_MICROBATCH) else 0
         paths[name, chunk].append(f"M{x + gap / 2:.2f} {top}h{length - gap:.2f}v{BAR}h-{length - gap:.2f}z")
         if isinstance(event.instruction, ON_MICROBATCH):
-            numbers.append(Number(x, length, str(event.instruction)[1:], name))
+            numbers.append(MicrobatchNumber(x, length, str(event.instruction)[1:], name))
     last = max((chunk for _, chunk in paths), default=0)
     drawn = sorted(paths, key=lambda key: (list(COLOURS).index(key[0]), key[1]))
     shades = {key: _shade(COLOURS[key[0]], key[1] / last if last else 0.0) for key in drawn}

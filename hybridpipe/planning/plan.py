@@ -15,7 +15,7 @@ from hybridpipe.planning.checks import BACKENDS, MAX_RANKS, non_negative_int, on
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
 
 PLAN_FORMAT = "hybridpipe-plan/1"
-ZERO = (0, 1, 2)  # what replicas may share out: nothing, the optimizer's state, the gradients, too
+ZERO = (0, 1, 2)  # what replicas may shard: nothing, the optimizer's state, the gradients, too
 # What a plan whose backwards are split may say, and the check of each.
 SPLIT_OPTIONS = {"in_flight": positive_int, "weight_lag": non_negative_int}
 
@@ -43,7 +43,7 @@ class StageSpec:
         ranks: in the order of the replicas; empty: the plan numbers them.
         recompute: the stage keeps only its inputs and runs the forward again before the backward (GPipe,
             Huang et al. 2019, section 2.3).
-        zero: what its replicas share out among each other (ZeRO, Rajbhandari et al., SC 2020, section 5): 0
+        zero: what its replicas shard (ZeRO, Rajbhandari et al., SC 2020, section 5): 0
             nothing, 1 the optimizer's state and its update, 2 the gradients, too. Without meaning for one
             replica.
         scatter: under `zero` gradients are reduced by a reduce-scatter; False: by an all-reduce.
@@ -364,7 +364,7 @@ class Plan:
         return self.recompute or self.stages[stage].recompute
 
     def zero_of(self, stage: int) -> int:
-        """Return what a stage's replicas share out (`StageSpec.zero`); 0 for one replica."""
+        """Return what a stage's replicas shard (`StageSpec.zero`); 0 for one replica."""
         return max(self.zero, self.stages[stage].zero) if self.replicas[stage] > 1 else 0
 
     def scatters(self, stage: int) -> bool:

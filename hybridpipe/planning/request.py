@@ -22,7 +22,7 @@ class PlanRequest:
         schedule: one of SCHEDULES, or AUTO for the fastest by prediction.
         asynchronous: asynchronous schedules compete under AUTO, too.
         recompute: stages may recompute activations where memory is short.
-        zero: what the replicas of each stage share out (`StageSpec.zero`); AUTO: what memory requires, or is
+        zero: what the replicas of each stage shard (`StageSpec.zero`); AUTO: what memory requires, or is
             faster by prediction, stage by stage.
         vertical_sync: under pipedream every stage uses the weights that the input stage used.
         max_in_flight: the most microbatches that a replica may stash. AUTO then considers only schedules that
@@ -75,8 +75,8 @@ class PlanRequest:
     def of(cls, plan: Plan) -> "PlanRequest":
         """Return the request for plans like this one."""
         recompute = any(map(plan.recomputes, range(plan.num_stages)))
-        shared_out = {plan.zero_of(s) for s, replicas in enumerate(plan.replicas) if replicas > 1}
-        zero = AUTO if len(shared_out) > 1 else max(shared_out, default=0)
+        sharded = {plan.zero_of(s) for s, replicas in enumerate(plan.replicas) if replicas > 1}
+        zero = AUTO if len(sharded) > 1 else max(sharded, default=0)
         return cls(plan.schedule, False, recompute, plan.vertical_sync, plan.max_in_flight, zero)
 
     @property
@@ -87,7 +87,7 @@ class PlanRequest:
 
     @property
     def _considered(self) -> list[str]:
-        """The schedules to consider, whatever replicas share out."""
+        """The schedules to consider, whatever replicas shard."""
         if self.schedule != AUTO:
             return [self.schedule]
         limited = self.max_in_flight is not None
@@ -100,7 +100,7 @@ class PlanRequest:
 
     @property
     def most_zero(self) -> int:
-        """The most that replicas may share out, under a schedule that is not AUTO."""
+        """The most that replicas may shard, under a schedule that is not AUTO."""
         return self._most_zero_under(self.schedule)
 
     def _most_zero_under(self, schedule: str) -> int:
@@ -117,8 +117,8 @@ class PlanRequest:
         fixed = not isinstance(self.zero, str)
         zeros = (self.zero,) if fixed else range(self.most_zero + 1)
         recomputing = (False, True) if self.recompute else (False,)
-        sharing = [(int(zero), scatter) for zero in zeros for scatter in (False, True)[: 1 + (zero != 0)]]
-        return tuple(Variant(recompute, *each) for recompute in recomputing for each in sharing)
+        sharding = [(int(zero), scatter) for zero in zeros for scatter in (False, True)[: 1 + (zero != 0)]]
+        return tuple(Variant(recompute, *each) for recompute in recomputing for each in sharding)
 
     @property
     def leanest(self) -> Variant:

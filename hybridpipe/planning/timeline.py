@@ -38,7 +38,7 @@ COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
 TRACE_FORMAT = "hybridpipe-trace/1"  # of files with Chrome traces; Perfetto ignores the field
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """One instruction on one rank. A receive lasts as long as the rank waited for it."""
 
     instruction: Instruction | Load | Products
@@ -102,7 +102,7 @@ def spent_in(events: Iterable[EventTime]) -> Spent:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class TimeParts:
     """The ranks' time by activity: seconds of one minibatch, the mean over ranks.
 
     Args:
@@ -138,7 +138,7 @@ class Timeline:
     forward on.
     """
 
-    events: Mapping[int, tuple[Event, ...]]
+    events: Mapping[int, tuple[TimelineEvent, ...]]
 
     @property
     def seconds(self) -> float:
@@ -177,7 +177,7 @@ class Timeline:
         available = self.seconds * len(self.events)
         return 1.0 - sum(map(self.busy_seconds, self.events)) / available if available else 0.0
 
-    def parts(self, plan: Plan) -> Parts:
+    def parts(self, plan: Plan) -> TimeParts:
         """Return the time by activity; predicted and measured timelines are split by the same rule.
 
         The part of a receive before its send began is the sender's lateness, thus idle, and the rest is
@@ -186,7 +186,7 @@ class Timeline:
         """
         spent = self.spent(plan).values()
         num_ranks = len(self.events) or 1
-        busy = Parts(
+        busy = TimeParts(
             forward_seconds=sum(each.forward_seconds for each in spent) / num_ranks,
             backward_seconds=sum(each.backward_seconds for each in spent) / num_ranks,
             step_seconds=sum(each.optimizer_seconds for each in spent) / num_ranks,
@@ -273,7 +273,7 @@ class Timeline:
         return events
 
 
-def typical(minibatches: Sequence[Mapping[int, Sequence[Event]]]) -> Timeline:
+def typical(minibatches: Sequence[Mapping[int, Sequence[TimelineEvent]]]) -> Timeline:
     """Return the minibatch of median length; time 0 is the first rank's beginning, earlier waits are cut."""
     found = [
         Timeline({rank: tuple(shifted(of_rank, begin)) for rank, of_rank in events.items()})
@@ -282,7 +282,7 @@ def typical(minibatches: Sequence[Mapping[int, Sequence[Event]]]) -> Timeline:
     return sorted(found, key=lambda each: each.seconds)[(len(found) - 1) // 2]
 
 
-def _begin(events: Mapping[int, Sequence[Event]]) -> float:
+def _begin(events: Mapping[int, Sequence[TimelineEvent]]) -> float:
     starts = (
         each.start_seconds
         for of_rank in events.values()
@@ -292,11 +292,11 @@ def _begin(events: Mapping[int, Sequence[Event]]) -> float:
     return min(starts, default=0.0)
 
 
-def shifted(events: Iterable[Event], begin: float) -> Iterator[Event]:
+def shifted(events: Iterable[TimelineEvent], begin: float) -> Iterator[TimelineEvent]:
     """Yield events with `begin` as time 0, without the time before it."""
     for each in events:
         start, end = max(each.start_seconds - begin, 0.0), max(each.end_seconds - begin, 0.0)
-        yield Event(each.instruction, start, end)
+        yield TimelineEvent(each.instruction, start, end)
 
 
 def from_chrome_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, Timeline]:
@@ -306,12 +306,12 @@ def from_chrome_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, Timeline
         KeyError, TypeError, ValueError: they are others.
     """
     names: dict[int, str] = {}
-    ranks: defaultdict[int, defaultdict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    ranks: defaultdict[int, defaultdict[int, list[TimelineEvent]]] = defaultdict(lambda: defaultdict(list))
     for each in events:
         process, rank = each["pid"], each["tid"]
         if each["ph"] == "X":
             start = each["ts"] * 1e-6
-            ranks[process][rank].append(Event(parse(each["name"]), start, start + each["dur"] * 1e-6))
+            ranks[process][rank].append(TimelineEvent(parse(each["name"]), start, start + each["dur"] * 1e-6))
         elif each["name"] == "process_name":
             names[process] = each["args"]["name"]
         else:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.fit import doubling
-from hybridpipe.planning.units import duration, size
+from hybridpipe.planning.quantities import duration, size
 from hybridpipe.report.table import table
 
 ROUGH = 1.0  # error of predictions, relative to what was measured, from which on they are doubtful

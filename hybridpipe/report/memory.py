@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from hybridpipe.environment.memory_limits import RESERVE, RankMemory
 from hybridpipe.planning.plan import Plan
-from hybridpipe.planning.units import size
+from hybridpipe.planning.quantities import size
 from hybridpipe.report.table import table
 from hybridpipe.report.tables import Row
 

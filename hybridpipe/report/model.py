@@ -2,19 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 
-from hybridpipe.model.explanation import RECORDED, WHOLE, Explanation, ForbiddenCut, LayerFacts
+from hybridpipe.model.explanation import RECORDED, WHOLE, ForbiddenCut, LayerFacts, ModelExplanation
 from hybridpipe.planning.profile import SharedParameter
-from hybridpipe.planning.units import size
+from hybridpipe.planning.quantities import size
 from hybridpipe.report.table import table
 from hybridpipe.report.words import few
 
 
-def model_text(found: Explanation) -> str:
+def model_text(found: ModelExplanation) -> str:
     """Describe what was made of a model: its layers, what crosses behind them, and why."""
     return "\n".join([*_headline(found), "", _layers(found), *_particulars(found)])
 
 
-def _headline(found: Explanation) -> Iterator[str]:
+def _headline(found: ModelExplanation) -> Iterator[str]:
     count = len(found.layers)
     kind = "" if found.kind == WHOLE else f"{found.kind}: "
     yield f"{kind}{count} layers, so up to {count} stages" if count > 1 else f"{kind}one layer, so one stage"
@@ -22,7 +22,7 @@ def _headline(found: Explanation) -> Iterator[str]:
         yield f"why: {found.reason}"
 
 
-def _layers(found: Explanation) -> str:
+def _layers(found: ModelExplanation) -> str:
     rows = [
         {
             "layer": i,
@@ -49,7 +49,7 @@ def _recorded(layer: LayerFacts) -> dict[str, str]:
     }
 
 
-def _particulars(found: Explanation) -> Iterator[str]:
+def _particulars(found: ModelExplanation) -> Iterator[str]:
     if found.kind != RECORDED:
         if len(found.layers) > 1:
             yield "(crosses behind: `hybridpipe profile` measures it)"

@@ -52,8 +52,8 @@ class Speed:
         return (now - self._begun) / self._done * minibatches
 
 
-class Place(NamedTuple):
-    """Place in a training; all counts begin with 1, those before a checkpoint included.
+class Progress(NamedTuple):
+    """Progress of a training; all counts begin with 1, those before a checkpoint included.
 
     Args:
         epochs, minibatches: of the whole training; None: not known.
@@ -70,7 +70,7 @@ class Place(NamedTuple):
 
 
 def progress_line(
-    place: Place,
+    progress: Progress,
     loss: float,
     samples_per_second: float | None,
     seconds_left: float | None,
@@ -89,7 +89,7 @@ def progress_line(
     less += [] if samples_per_second is None else [f"{samples_per_second:,.0f} samples/s"]
     left = [] if seconds_left is None else [f"{timedelta(seconds=round(seconds_left))} left"]
     while True:
-        line = f"{place}: {'; '.join([*figures, *less, *left])}"
+        line = f"{progress}: {'; '.join([*figures, *less, *left])}"
         if len(line) <= WIDTH or not less:
             return line
         del less[0]

@@ -6,8 +6,8 @@ Takes data, returns text. Invariant: a minibatch's parts add up to it, and idle 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from hybridpipe.planning.timeline import Parts
-from hybridpipe.planning.units import duration
+from hybridpipe.planning.quantities import duration
+from hybridpipe.planning.timeline import TimeParts
 from hybridpipe.report.table import table
 
 TRACED = {  # parts of a rank's minibatch: field -> heading
@@ -33,7 +33,7 @@ MEASURED = {  # parts of a minibatch, as predicted: fields of TRACED
 }
 
 
-def compared(predicted: Parts, ranks: Mapping[int, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+def compared(predicted: TimeParts, ranks: Mapping[int, Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """Predicted and measured seconds of each part of a minibatch, by their mean shares over the ranks.
 
     Args:

@@ -9,13 +9,13 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.memory import peak_memory_bytes, versions_per_stage
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.quantities import duration, size
 from hybridpipe.planning.schedules.generators import in_flight_per_stage
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.search.placement import dealt
 from hybridpipe.planning.search.search import Candidate, fits, short_name, with_prediction
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 from hybridpipe.planning.timeline import Timeline
-from hybridpipe.planning.units import duration, size
 from hybridpipe.report.stage_figures import StageFigures, bottleneck, stage_figures
 from hybridpipe.report.table import table
 from hybridpipe.report.words import counted, few, ranges
@@ -30,7 +30,7 @@ COMPARE_LEGEND = "p2p and all-reduced: of all ranks, per minibatch"
 Row = dict[str, str]  # of a table: cells by heading
 
 
-class Explanation(NamedTuple):
+class PlanExplanation(NamedTuple):
     """A plan and the reasons for it, in parts.
 
     Args:
@@ -123,7 +123,7 @@ def explanation(
     profile: ModelProfile,
     cluster: Cluster,
     num_ranks: int | None = None,
-) -> Explanation:
+) -> PlanExplanation:
     """Give the reasons for a plan.
 
     Args:
@@ -133,7 +133,7 @@ def explanation(
         num_ranks: usable ranks; by default all of the cluster.
     """
     total = cluster.num_ranks if num_ranks is None else num_ranks
-    return Explanation(
+    return PlanExplanation(
         headline(plan, profile.samples, total),
         (*_prediction(plan, profile, cluster), *_model(plan, profile)),
         stage_rows(plan, profile, cluster),
@@ -271,8 +271,8 @@ def _particulars(plan: Plan) -> str:
     elif recomputing:
         parts.append(f"activations recomputed in {_stages(recomputing)}")
     for zero in (1, 2):
-        if sharing := [s for s in range(plan.num_stages) if plan.zero_of(s) == zero]:
-            parts.append(f"zero = {zero} in {_stages(sharing)}")
+        if sharded := [s for s in range(plan.num_stages) if plan.zero_of(s) == zero]:
+            parts.append(f"zero = {zero} in {_stages(sharded)}")
     if plan.sync is not None:
         parts.append(f"gradients summed by {plan.sync}")
     return "".join(f", {each}" for each in parts)

@@ -6,7 +6,7 @@ Pure, and not known here: what the numbers are of. Invariant: a long list is cut
 from collections.abc import Sequence
 from datetime import timedelta
 
-from hybridpipe.planning.units import duration
+from hybridpipe.planning.quantities import duration
 
 MAX_LISTED = 8  # items of a list of cuts, or of ranges of ranks
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from hybridpipe.stage.deferred import Use
+from hybridpipe.stage.deferred_wgrad import Use
 from hybridpipe.stage.weights import Weights, hand_over
 
 

@@ -32,15 +32,15 @@ _TENSOR, _TUPLE, _PAIRS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$pairs", "$cou
 
 
 @dataclass
-class State:
+class StageState:
     """Tensors by name, and the rest as JSON."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, JSON] = field(default_factory=dict)
 
-    def copied(self) -> "State":
+    def copied(self) -> "StageState":
         """Return a copy with tensors on the CPU, so that training can continue meanwhile."""
-        return State(
+        return StageState(
             {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}, self.meta
         )
 
@@ -140,11 +140,11 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def take_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Mapping[Tensor, str],
-    into: State,
+    into: StageState,
     given: Sequence[Mapping[str, Any]] = (),
     ranges: Mapping[Tensor, range] = MappingProxyType({}),
 ) -> None:
-    """Add an optimizer's state of the parameters in `names` to a `State`.
+    """Add an optimizer's state of the parameters in `names` to a `StageState`.
 
     Each parameter refers to its group's options, since another plan has other groups on a rank.
 
@@ -194,7 +194,7 @@ class OfParameter:
     part: range | None = None
 
 
-def read_optimizer(state: State, where: str) -> dict[str, OfParameter]:
+def read_optimizer(state: StageState, where: str) -> dict[str, OfParameter]:
     """Return the state that `take_optimizer` took, by the parameters' keys.
 
     Args:
@@ -327,7 +327,7 @@ class Generators(NamedTuple):
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), cuda, np.random.get_state(legacy=True), random.getstate())
 
-    def state(self) -> State:
+    def state(self) -> StageState:
         """Return the states as tensors and JSON for a checkpoint."""
         _, key, at, has_gauss, gauss = self.numpy
         version, words, next_gauss = self.python
@@ -339,10 +339,10 @@ class Generators(NamedTuple):
         if self.cuda is not None:
             tensors["random.cuda"] = self.cuda
         numbers = {"numpy": [int(at), int(has_gauss), float(gauss)], "python": [version, next_gauss]}
-        return State(tensors, {"random": numbers})
+        return StageState(tensors, {"random": numbers})
 
     @classmethod
-    def of(cls, state: State, where: str) -> "Generators":
+    def of(cls, state: StageState, where: str) -> "Generators":
         """Read the states from a checkpoint.
 
         Args:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.stage.deferred import Deferring, Use
+from hybridpipe.stage.deferred_wgrad import Deferring, Use
 
 # A product over n rows takes 2 n operations an element of the weight and moves 20 bytes. A core does the
 # operations of 50 rows while it moves these bytes, so beyond a few times 50 rows nothing more is saved.

@@ -47,7 +47,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.stage.state import pack
 from hybridpipe.stage.statistics import statistics
 from hybridpipe.training.callbacks import Callback, CallbackList
-from hybridpipe.training.metrics import Past, Recorder
+from hybridpipe.training.metrics import Metrics, Past
 from hybridpipe.training.train_state import EpochProgress, TrainState
 
 AS_EXPECTED = ("no checkpoint in ", "resuming from ")  # how lines begin that warn of nothing
@@ -67,7 +67,7 @@ class CheckpointManager:
         sizes: settings that cannot change.
         world: the ranks of the training.
         state: the train state.
-        recorder: the records so far.
+        metrics: the records so far.
         settings: returns all other settings as text by name. A resumed training must have the same, unless
             changes are allowed (`find`).
     """
@@ -77,10 +77,10 @@ class CheckpointManager:
         sizes: Sizes,
         world: MPI.Comm,
         state: TrainState,
-        recorder: Recorder,
+        metrics: Metrics,
         settings: Callable[[], Mapping[str, str]],
     ) -> None:
-        self._sizes, self._world, self._state, self._recorder = sizes, world, state, recorder
+        self._sizes, self._world, self._state, self._metrics = sizes, world, state, metrics
         self._settings = settings
         self.limit_bytes: int | None = None  # of this process's memory; None: not limited
         self._callbacks: CallbackList | None = None  # of the last `fit`
@@ -171,7 +171,7 @@ class CheckpointManager:
             **self._sizes._asdict(),
             "microbatch_size": microbatch_size,
             "ranks": self._world.size,
-            "past": asdict(self._recorder.past()),
+            "past": asdict(self._metrics.past()),
             "settings": dict(self._settings()),
             "data": dict(self._data),
             **state,
@@ -272,7 +272,7 @@ class CheckpointManager:
                     self._tell(line)
                 elif self._world.rank == 0:
                     notices.say(line)
-        if self._recorder.has_reached_target:
+        if self._metrics.has_reached_target:
             return 0
         return max(0, epochs - self._state.complete_epochs(self._sizes.minibatch_size))
 
@@ -340,7 +340,7 @@ class CheckpointManager:
         self._state.load(found.manifest.step, found.manifest.epoch, progress, found.run["history"])
         self._found, self._came_from = None, found.path
         self._callback_states = found.run.get("callbacks", {})
-        self._recorder.continue_from(_past(found))
+        self._metrics.continue_from(_past(found))
 
     def close(self) -> None:
         """Wait until the last checkpoint is published, and let the folders go. Collective."""

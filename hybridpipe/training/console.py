@@ -15,7 +15,7 @@ from tqdm import tqdm
 from hybridpipe import environment
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.planning.plan import Plan
-from hybridpipe.report.progress import Place, Speed, hosts_line, progress_line
+from hybridpipe.report.progress import Progress, Speed, hosts_line, progress_line
 from hybridpipe.report.tables import headline, plan_lines, unused_ranks
 from hybridpipe.report.words import rounded
 from hybridpipe.training.callbacks import Callback, Run
@@ -116,5 +116,5 @@ class Console(Callback):
         # With `max_steps` alone, the bound of the epochs says nothing.
         epochs = run.epochs if total is None or run.epochs < total else None
         left = self._speed.seconds_left(total - step, self._said_at) if total is not None else None
-        place = Place(epoch + 1, epochs, step, total)
-        self.say(progress_line(place, loss, self._speed.samples_per_second, left, **more))
+        progress = Progress(epoch + 1, epochs, step, total)
+        self.say(progress_line(progress, loss, self._speed.samples_per_second, left, **more))

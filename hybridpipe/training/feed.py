@@ -155,7 +155,7 @@ def _agreed(worker: Worker, count: int | None) -> int:
         ValueError: on all ranks alike; the ranks have read different numbers.
     """
     own = (0, 0, 0) if count is None else (count, count * count, 1)
-    total, squares, readers = worker.share(np.array(own, dtype=float)).wait().tolist()
+    total, squares, readers = worker.sum_losses(np.array(own, dtype=float)).wait().tolist()
     if squares * readers != total * total:
         raise ValueError(
             "the ranks have read different numbers of samples of an IterableDataset: every rank passes the "

@@ -15,7 +15,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.training.callbacks import CallbackList
 from hybridpipe.training.evaluation import reached
 from hybridpipe.training.loop import Breaks, EpochLoop
-from hybridpipe.training.metrics import Recorder
+from hybridpipe.training.metrics import Metrics
 from hybridpipe.training.train_state import TrainState
 
 
@@ -25,7 +25,7 @@ class FitLoop:
     Args:
         worker: this rank's worker.
         state: the train state, kept up to date.
-        recorder: takes records and the entries of the history.
+        metrics: takes records and the entries of the history.
         keeper: saves checkpoints; None for none.
         minibatch_size: samples of a full minibatch.
         batches: begins the next epoch, or continues one, and yields its minibatches.
@@ -39,7 +39,7 @@ class FitLoop:
         self,
         worker: Worker,
         state: TrainState,
-        recorder: Recorder,
+        metrics: Metrics,
         keeper: Keeper | None,
         minibatch_size: int,
         batches: Callable[[], Iterator[Minibatch]],
@@ -48,7 +48,7 @@ class FitLoop:
         callbacks: CallbackList,
         breaks: Breaks,
     ) -> None:
-        self._worker, self._state, self._recorder, self._keeper = worker, state, recorder, keeper
+        self._worker, self._state, self._metrics, self._keeper = worker, state, metrics, keeper
         self._minibatch_size, self._batches, self._evaluate = minibatch_size, batches, evaluate
         self._wanted, self._callbacks = wanted, callbacks
         self._breaks = breaks._replace(evaluate=self._evaluated)
@@ -69,7 +69,7 @@ class FitLoop:
     def _run(self, epochs: int) -> None:
         self._worker.end_requested = False
         self._callbacks.tell("on_fit_start")
-        if self._keeper is not None and self._worker.share(np.zeros(0)).ask_to_stop():
+        if self._keeper is not None and self._worker.sum_losses(np.zeros(0)).ask_to_stop():
             self._state.preempted, epochs = True, 0
         elif self._state.only_ends_epoch(self._minibatch_size):
             epochs += 1
@@ -88,7 +88,7 @@ class FitLoop:
         adopts = self._callbacks.are_users and not self._worker.plan.is_asynchronous
         batches = self._batches()
         size, keeper = self._minibatch_size, self._keeper
-        epoch = EpochLoop(self._worker, self._recorder, self._state, size, keeper, self._breaks)
+        epoch = EpochLoop(self._worker, self._metrics, self._state, size, keeper, self._breaks)
         self._state.in_epoch = True
         try:
             with closing(epoch.run(batches)) as records:  # closed at once after an error
@@ -113,12 +113,12 @@ class FitLoop:
             if metrics is None:  # the resumed training evaluates first
                 return not self._stops()
         entry = state.end_epoch(metrics)
-        self._recorder.end_epoch(entry)
+        self._metrics.end_epoch(entry)
         self._callbacks.tell("on_epoch_end", entry)
         if self._stops():
             return False
         if self._wanted and metrics is not None and reached(metrics, self._wanted):
-            self._recorder.reach_target(state.epoch)
+            self._metrics.reach_target(state.epoch)
             return False
         return True
 
@@ -135,7 +135,7 @@ class FitLoop:
 
     def _is_over(self) -> bool:
         """Return True if no epoch is to begin: a callback wants the end, or `max_steps` is reached."""
-        if self._worker.share(np.zeros(0)).ask_to_end():
+        if self._worker.sum_losses(np.zeros(0)).ask_to_end():
             self.stopped = True
         only_ends = self._state.only_ends_epoch(self._minibatch_size)
         return self.stopped or (self._state.step >= self._breaks.max_steps and not only_ends)

@@ -17,12 +17,12 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.optim.update import Made
 from hybridpipe.planning.schedules.generators import losses_late
 from hybridpipe.planning.schedules.resume_point import ResumePoint
-from hybridpipe.planning.timeline import Event
-from hybridpipe.training.metrics import MinibatchRecord, Recorder
+from hybridpipe.planning.timeline import TimelineEvent
+from hybridpipe.training.metrics import Metrics, MinibatchRecord
 from hybridpipe.training.train_state import EpochProgress, TrainState, is_resume_point
 
 # An update of this rank: its minibatches with their travelling losses, and the events since the last update.
-Trained = tuple[list[tuple[Minibatch, PendingLosses]], list[Event]]
+Trained = tuple[list[tuple[Minibatch, PendingLosses]], list[TimelineEvent]]
 
 
 class Travelling(NamedTuple):
@@ -58,7 +58,7 @@ class EpochLoop:
 
     Args:
         worker: this rank's worker.
-        recorder: takes the records.
+        metrics: takes the records.
         state: the train state, kept up to date; its `progress` must not be None.
         minibatch_size: samples of a full minibatch.
         keeper: saves checkpoints; None for none.
@@ -68,14 +68,14 @@ class EpochLoop:
     def __init__(
         self,
         worker: Worker,
-        recorder: Recorder,
+        metrics: Metrics,
         state: TrainState,
         minibatch_size: int,
         keeper: Keeper | None,
         breaks: Breaks,
     ) -> None:
         assert state.progress is not None
-        self._worker, self._recorder, self._state, self._keeper = worker, recorder, state, keeper
+        self._worker, self._metrics, self._state, self._keeper = worker, metrics, state, keeper
         self._breaks = breaks
         self._progress: EpochProgress = state.progress
         self._minibatch_size = minibatch_size
@@ -102,7 +102,7 @@ class EpochLoop:
             if at_resume_point and self._keeper is not None:
                 self._keeper.at_resume_point(self._state.step, self._point)
             may_stop = at_resume_point and not self._is_done
-            self._record_update([minibatch for minibatch, _ in together], events, seconds)
+            self._keep_update([minibatch for minibatch, _ in together], events, seconds)
             made = self._worker.executor.update.made
             pending += [Travelling(*each, seconds / len(together), made) for each in together]
             pauses = self._keeper is not None and self._keeper.pauses
@@ -180,15 +180,15 @@ class EpochLoop:
             self._keeper.take(self._state.step, self._point)
             self._keeper.losses_in(self._progress.losses_in)
 
-    def _record_update(self, trained: Sequence[Minibatch], events: list[Event], seconds: float) -> None:
+    def _keep_update(self, trained: Sequence[Minibatch], events: list[TimelineEvent], seconds: float) -> None:
         full = all(minibatch.num_samples == self._minibatch_size for minibatch in trained)
-        self._recorder.keep(events, seconds, full, len(trained))
+        self._metrics.keep(events, seconds, full, len(trained))
 
     def _record(self, travelling: Travelling) -> MinibatchRecord:
         minibatch, sums, seconds, made = travelling
         full = minibatch.num_samples == self._minibatch_size
         loss = sums.total()
-        record = self._recorder.note(self._state.epoch, loss.mean, minibatch.num_samples, seconds, full, made)
+        record = self._metrics.note(self._state.epoch, loss.mean, minibatch.num_samples, seconds, full, made)
         self._progress.note(loss)
         # Every rank learns of wishes with this record, and none has trained beyond this step.
         recorded_step = self._state.step - self._progress.position + self._progress.recorded

@@ -1,4 +1,4 @@
-"""Recorder: measurements of a run, for metrics.jsonl, summary.json and trace.json.
+"""Metrics: measurements of a run, for metrics.jsonl, summary.json and trace.json.
 
 Each rank records its own; `summary`, `timeline` and `traced` gather the records on rank 0.
 """
@@ -17,7 +17,15 @@ from hybridpipe.device import peak_memory_bytes
 from hybridpipe.engine.worker import Worker
 from hybridpipe.environment.memory_limits import RankMemory
 from hybridpipe.optim.update import Made
-from hybridpipe.planning.timeline import COMPUTE, Event, EventTime, Timeline, shifted, spent_in, typical
+from hybridpipe.planning.timeline import (
+    COMPUTE,
+    EventTime,
+    Timeline,
+    TimelineEvent,
+    shifted,
+    spent_in,
+    typical,
+)
 from hybridpipe.report.memory import predicted_bytes
 
 # The first minibatches exchange shapes and warm up caches. They count for losses, not for speeds.
@@ -111,23 +119,23 @@ class Traced(NamedTuple):
         return {rank: time.per_minibatch() for rank, time in self.ranks.items()}
 
 
-class _Kept(NamedTuple):
+class _TimedUpdate(NamedTuple):
     """One update of this rank."""
 
-    events: list[Event]
+    events: list[TimelineEvent]
     seconds: float
     num_minibatches: int
 
 
-class Recorder:
+class Metrics:
     """Records of one rank."""
 
     def __init__(self) -> None:
         self.records: list[MinibatchRecord] = []
         self._full_seconds: list[float] = []
         self._busy_seconds: list[float] = []
-        self._kept: deque[_Kept] = deque(maxlen=KEPT)  # for timelines
-        self.metrics: dict[str, float] = {}
+        self._kept: deque[_TimedUpdate] = deque(maxlen=KEPT)  # for timelines
+        self.validation: dict[str, float] = {}
         self._memory = RankMemory(0)
         self._start_peak = 0
         self.training_seconds = 0.0  # of complete epochs, without evaluation
@@ -137,7 +145,8 @@ class Recorder:
     def continue_from(self, past: Past) -> None:
         """Continue earlier runs; records of this run so far are dropped."""
         self._before, self.records = past, []
-        self.metrics, self.training_seconds, self._target = past.metrics, past.training_seconds, past.target
+        self.validation, self._target = past.metrics, past.target
+        self.training_seconds = past.training_seconds
 
     def past(self) -> Past:
         """Figures until now, for a run that resumes here."""
@@ -150,13 +159,13 @@ class Recorder:
             last,
             max([self._before.most_samples, *(record.num_samples for record in self.records)]),
             self.training_seconds,
-            self.metrics,
+            self.validation,
             self._target,
         )
 
     def end_epoch(self, entry: dict[str, Any]) -> None:
         """Take validation and time from an epoch's entry of the history."""
-        self.metrics = entry.get("validation", self.metrics)
+        self.validation = entry.get("validation", self.validation)
         self.training_seconds += entry["seconds"]
 
     def begin(self, memory: RankMemory) -> None:
@@ -167,10 +176,10 @@ class Recorder:
         """Record the peak until now: of imports, measuring, and making or loading the weights."""
         self._start_peak = peak_memory_bytes(device)
 
-    def keep(self, events: list[Event], seconds: float, full: bool, num_minibatches: int = 1) -> None:
+    def keep(self, events: list[TimelineEvent], seconds: float, full: bool, num_minibatches: int = 1) -> None:
         """Record an update's events and the seconds since the last update; short minibatches are left out."""
         if full and num_minibatches:
-            self._kept.append(_Kept(events, seconds, num_minibatches))
+            self._kept.append(_TimedUpdate(events, seconds, num_minibatches))
             busy = sum(end - start for instruction, start, end in events if isinstance(instruction, COMPUTE))
             self._busy_seconds.append(busy / num_minibatches)
 
@@ -243,7 +252,7 @@ class Recorder:
             "bubble_fraction": 1 - statistics.mean(used) / seconds if seconds else 0.0,
             "loss_first": past.loss_first,
             "loss_last": past.loss_last,
-            "metrics": self.metrics,
+            "metrics": self.validation,
             "epochs_to_target": self._target and self._target[0],
             "seconds_to_target": self._target and self._target[1],
             "peak_memory_bytes": [note["memory"] for note in notes],
@@ -302,7 +311,7 @@ class Recorder:
         return Traced(timeline, {rank: _rank_time(updates, spent[rank]) for rank, updates in kept.items()})
 
 
-def _rank_time(updates: Sequence[_Kept], spent: Iterable[EventTime]) -> RankTime:
+def _rank_time(updates: Sequence[_TimedUpdate], spent: Iterable[EventTime]) -> RankTime:
     events = iter(spent)
     return RankTime(
         sum(each.num_minibatches for each in updates),
@@ -317,7 +326,7 @@ def _rank_time(updates: Sequence[_Kept], spent: Iterable[EventTime]) -> RankTime
     )
 
 
-def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
+def _in_common(events: dict[int, list[TimelineEvent]]) -> Timeline | None:
     """Return the timeline of the span that every rank has recorded; None without one."""
     if not all(events.values()):
         return None
@@ -331,7 +340,7 @@ def _in_common(events: dict[int, list[Event]]) -> Timeline | None:
     )
 
 
-def _since_all(kept: dict[int, list[_Kept]]) -> dict[int, list[_Kept]]:
+def _since_all(kept: dict[int, list[_TimedUpdate]]) -> dict[int, list[_TimedUpdate]]:
     """Return the updates that began after the first record of every rank.
 
     Updates of a replicated stage have several minibatches each, so that its records begin earlier: the cause
@@ -344,5 +353,5 @@ def _since_all(kept: dict[int, list[_Kept]]) -> dict[int, list[_Kept]]:
     }
 
 
-def _on_wall_clock(events: list[Event]) -> list[Event]:
+def _on_wall_clock(events: list[TimelineEvent]) -> list[TimelineEvent]:
     return [*shifted(events, time.perf_counter() - time.time())]

@@ -39,7 +39,7 @@ def predict(
 
 def _outputs(worker: Worker, minibatch: Minibatch, number: int) -> list[Tree]:
     """Return the outputs of a minibatch's microbatches on rank 0, none elsewhere. Collective."""
-    kept, last = _Kept(), worker.plan.num_stages - 1
+    kept, last = _Outputs(), worker.plan.num_stages - 1
     worker.infer(minibatch, kept, width=0, number=number).wait()
     of_ranks = worker.control.gather(kept.of_microbatches)
     if of_ranks is None:
@@ -48,7 +48,7 @@ def _outputs(worker: Worker, minibatch: Minibatch, number: int) -> list[Tree]:
     return [next(ahead[worker.plan.rank_of(last, m)]) for m in range(len(minibatch.sizes))]
 
 
-class _Kept:
+class _Outputs:
     """Keeps the outputs of the microbatches of this rank, in their order, in the host's memory."""
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ from hybridpipe.training.console import Console
 from hybridpipe.training.evaluation import Metric, MicrobatchMetrics, evaluate, targets_wanted
 from hybridpipe.training.feed import Feed
 from hybridpipe.training.fit import FitLoop
-from hybridpipe.training.metrics import MinibatchRecord, Recorder
+from hybridpipe.training.metrics import Metrics, MinibatchRecord
 from hybridpipe.training.planner.choice import Choice
 from hybridpipe.training.planner.planner import Planned, Planner
 from hybridpipe.training.prediction import predict
@@ -121,7 +121,7 @@ class Trainer(TrainerView):
         model, numbers, *_ = build_alike(model, self.world)
         precision = wanted.update.precision
         valid.check_trainable(model, loss, optimizer, lr_scheduler, precision, numbers is not None)
-        self._metrics = MicrobatchMetrics(loss, metrics)
+        self._microbatch_metrics = MicrobatchMetrics(loss, metrics)
         self._callbacks = check_callbacks(callbacks)
         minibatch_size, microbatch_size = valid.sizes(minibatch_size, microbatch_size)
         self.model, self.loss, self.minibatch_size = model, loss, minibatch_size
@@ -157,10 +157,10 @@ class Trainer(TrainerView):
         self._updates, self._fitting = True, None
         self.choice: Choice | None = None
         self._worker, self._continues_plan = None, False
-        self.state, self.recorder = TrainState(), Recorder()
+        self.state, self.metrics = TrainState(), Metrics()
         sizes = Sizes(self.seed, self.minibatch_size)
         settings = partial(consistency.settings, self.model, self.loss, self.rule)
-        self._checkpoints = CheckpointManager(sizes, self.world, self.state, self.recorder, settings)
+        self._checkpoints = CheckpointManager(sizes, self.world, self.state, self.metrics, settings)
 
     def train_step(self, inputs: Tree, targets: Tree) -> float:
         """Train on one minibatch; every rank passes the same one.
@@ -195,9 +195,9 @@ class Trainer(TrainerView):
         loss, seconds = losses.total().mean, time.perf_counter() - began
         samples = sum(minibatch.sizes)
         full, made = samples == self.minibatch_size, worker.executor.update.made
-        self.recorder.keep(events, seconds, full)
+        self.metrics.keep(events, seconds, full)
         epoch = state.complete_epochs(self.minibatch_size)
-        return self.recorder.note(epoch, loss, samples, seconds, full, made).loss
+        return self.metrics.note(epoch, loss, samples, seconds, full, made).loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -300,7 +300,7 @@ class Trainer(TrainerView):
             state, size = self.state, self.minibatch_size
             batches = partial(self._feed.epoch, self.worker, dataset, self.microbatch_size, shuffle, state)
             self._fitting = FitLoop(
-                self.worker, state, self.recorder, keeper, size, batches, validate, wanted, callbacks, breaks
+                self.worker, state, self.metrics, keeper, size, batches, validate, wanted, callbacks, breaks
             )
             first = len(self.history)
             self._fitting.run(epochs)
@@ -400,7 +400,7 @@ class Trainer(TrainerView):
         """Evaluate; with `may_stop`, return None on all ranks once one was asked to stop."""
         with self.worker.evaluating():
             batches = self._feed.evaluation(self.worker, source, self.microbatch_size)
-            return evaluate(self.worker, batches, self._metrics, self.step, may_stop)
+            return evaluate(self.worker, batches, self._microbatch_metrics, self.step, may_stop)
 
     def prepare(
         self, dataset: Any, validation: Any = None, *, folder: str | os.PathLike[str] | None = None
@@ -453,7 +453,7 @@ class Trainer(TrainerView):
 
     def _start(self, planned: Planned) -> None:
         self.choice = planned.choice
-        self.recorder.begin(planned.memory)
+        self.metrics.begin(planned.memory)
         self._checkpoints.limit_bytes = planned.memory.limit_bytes if self.device.type == "cpu" else None
         worker = Worker(
             planned.layers,
@@ -469,5 +469,5 @@ class Trainer(TrainerView):
         self._continues_plan = self._checkpoints.continues(planned.plan)
         self._console.say_plan(planned.plan, self.choice, self.microbatch_size, self._continues_plan)
         self._checkpoints.load(worker, is_new=True)
-        self.recorder.end_start(self.device)
+        self.metrics.end_start(self.device)
         self._worker, self._planner.numbers = worker, None

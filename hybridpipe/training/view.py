@@ -18,7 +18,7 @@ from hybridpipe.planning.timeline import Timeline
 from hybridpipe.report.model import model_text
 from hybridpipe.training.checkpoints import CheckpointManager
 from hybridpipe.training.fit import FitLoop
-from hybridpipe.training.metrics import Recorder, Traced
+from hybridpipe.training.metrics import Metrics, Traced
 from hybridpipe.training.planner.choice import Choice
 from hybridpipe.training.planner.planner import Planner
 from hybridpipe.training.train_state import TrainState
@@ -35,7 +35,7 @@ class TrainerView:
     device: torch.device
     choice: Choice | None  # how the plan was chosen; None for one that was given
     state: TrainState
-    recorder: Recorder
+    metrics: Metrics
     rule: UpdateRule
     _planner: Planner
     _checkpoints: CheckpointManager
@@ -127,12 +127,12 @@ class TrainerView:
 
     def timeline(self) -> Timeline | None:
         """Timeline of a typical full minibatch on rank 0; None elsewhere."""
-        return self.recorder.timeline(self.worker)
+        return self.metrics.timeline(self.worker)
 
     def traced(self) -> Traced | None:
         """Timeline of the last full minibatches and each rank's time in them, on rank 0; None elsewhere."""
-        return self.recorder.traced(self.worker)
+        return self.metrics.traced(self.worker)
 
     def summary(self) -> dict[str, Any] | None:
         """Figures of the training so far, as in summary.json, on rank 0; None elsewhere."""
-        return self.recorder.summary(self.worker)
+        return self.metrics.summary(self.worker)

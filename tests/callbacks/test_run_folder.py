@@ -8,7 +8,7 @@ import pytest
 from hybridpipe import Callback, Checkpointing
 from hybridpipe.callbacks import BestCheckpoint, Run, RunFolder
 from hybridpipe.errors import UserError
-from hybridpipe.report.folder import REPORT, read_run
+from hybridpipe.run_folder.report import REPORT, read_run
 from hybridpipe.training.metrics import MinibatchRecord
 from tests.training.helpers import seeded, seeded_mlp
 

@@ -22,7 +22,7 @@ from hybridpipe.checkpoint.snapshot import Snapshot
 from hybridpipe.engine import stashed_weights
 from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.planning.schedules.generators import losses_late
-from hybridpipe.stage.state import State
+from hybridpipe.stage.state import StageState
 
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=3)
@@ -384,7 +384,7 @@ def test_what_an_older_version_saved_is_looked_at_before_the_training_ends_well(
 
 
 def test_kept_versions_are_looked_at():
-    held = State({"model.0.weight": torch.ones(2), "version.3.0.weight": torch.tensor([1.0, math.nan])})
+    held = StageState({"model.0.weight": torch.ones(2), "version.3.0.weight": torch.tensor([1.0, math.nan])})
     found = Snapshot(4, {"stage-000.safetensors": held}, frozenset({"0.weight"})).not_finite()
     assert found == "after step 4 version.3.0.weight is not finite: 1 NaN and 0 infinite of 2"
 

@@ -11,7 +11,7 @@ import pytest
 
 from hybridpipe.cli.main import main
 from hybridpipe.notices import Notices
-from hybridpipe.report.folder import REPORT, read_run, report_at_end, write_report
+from hybridpipe.run_folder.report import REPORT, read_run, report_at_end, write_report
 from tests.report.made import NUM_MINIBATCHES, make_run
 from tests.report.pages import Tree
 
@@ -97,7 +97,7 @@ def test_another_folder_is_refused_in_one_line(tmp_path, where, capsys):
 
 def test_the_end_of_a_training_does_not_depend_on_its_report(folder, capsys, monkeypatch):
     notices = Notices()  # those of this process may be full
-    monkeypatch.setattr("hybridpipe.report.folder.notices", notices)
+    monkeypatch.setattr("hybridpipe.run_folder.report.notices", notices)
     assert report_at_end(folder)
     (folder / REPORT).unlink()
     (folder / REPORT).mkdir()

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Pending, Unexpected
-from hybridpipe.device import Event
+from hybridpipe.device import Completion
 
 
 class _Message(NamedTuple):
     """A message, which may be read once it is ready."""
 
     buffer: Tensor
-    ready: Event | None
+    ready: Completion | None
 
     def content(self) -> Tensor:
         """Return the message's bytes; wait until they are there."""
@@ -90,7 +90,7 @@ class QueueTransport:
         self._mailboxes, self._rank, self._timeout_seconds = mailboxes, rank, timeout_seconds
         self.buffer = Buffers().take
 
-    def send(self, buffer: Tensor, peer: int, tag: int, ready: Event | None = None) -> Pending:
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Completion | None = None) -> Pending:
         """Put a copy into the peer's mailbox, or the buffer itself if it is not ready."""
         self._mailboxes.queue(self._rank, peer, tag).put(
             _Message(buffer.clone() if ready is None else buffer, ready)

@@ -6,9 +6,9 @@ from hybridpipe.environment.memory_limits import (
     RankMemory,
     Room,
     bytes_for_stages,
+    memory_by_rooms,
     resident_bytes,
     rooms,
-    shared_out,
 )
 
 MIB = 2**20
@@ -39,7 +39,7 @@ def test_the_ram_that_is_free_now_is_all_that_there_is(machine):
 def test_where_nothing_is_told_nothing_is_limited(tmp_path):
     assert rooms(tmp_path, {}) == []
     assert resident_bytes(tmp_path) == 0
-    assert bytes_for_stages(shared_out([[], []], [7, 8], [0, 0])) is None
+    assert bytes_for_stages(memory_by_rooms([[], []], [7, 8], [0, 0])) is None
 
 
 def test_each_cgroup_above_the_process_is_a_limit(machine):
@@ -124,23 +124,23 @@ def test_limits_of_the_process_count_from_what_it_has_mapped(machine):
     ],
 )
 def test_ranks_share_equally(rooms, limits):
-    ranks = shared_out(rooms, [80, 90, 0], [0, 0, 0])
+    ranks = memory_by_rooms(rooms, [80, 90, 0], [0, 0, 0])
     assert [rank.limit_bytes for rank in ranks] == limits
 
 
 def test_ranks_of_two_machines_share_nothing():
-    ranks = shared_out([[Room("RAM", 60, "machine")]] * 3, [0] * 3, [0, 0, 2])
+    ranks = memory_by_rooms([[Room("RAM", 60, "machine")]] * 3, [0] * 3, [0, 0, 2])
     assert [rank.limit_bytes for rank in ranks] == [30, 30, 60]
 
 
 def test_the_least_limit_counts():
     large, small = Room("RAM", 100, "machine"), Room("given", 40, with_held=True)
-    assert shared_out([[large, small]], [10], [0]) == [RankMemory(10, 40, "given")]
-    assert shared_out([[small, large]], [10], [0])[0].left_bytes == 30
+    assert memory_by_rooms([[large, small]], [10], [0]) == [RankMemory(10, 40, "given")]
+    assert memory_by_rooms([[small, large]], [10], [0])[0].left_bytes == 30
 
 
 def test_a_process_beyond_its_limit_has_nothing_for_its_stage():
-    [rank] = shared_out([[Room("given", 40, with_held=True)]], [60], [0])
+    [rank] = memory_by_rooms([[Room("given", 40, with_held=True)]], [60], [0])
     assert (rank.limit_bytes, rank.left_bytes) == (40, 0)
 
 

@@ -1,14 +1,14 @@
 """Whose fault it is that a job stands still."""
 
-from hybridpipe.health.hang import State, cause, describe, seconds_since_saving_moved
+from hybridpipe.health.hang import RankActivity, cause, describe, seconds_since_saving_moved
 
 
 def waits(*peers):
-    return State("stage 0, step 3, microbatch 2, instruction ra2", 30.0, "receive", peers)
+    return RankActivity("stage 0, step 3, microbatch 2, instruction ra2", 30.0, "receive", peers)
 
 
 def computes(what="stage 1, step 3, microbatch 2, instruction F2"):
-    return State(what, 30.0)
+    return RankActivity(what, 30.0)
 
 
 def test_who_gives_no_answer_is_the_cause_however_far_away():
@@ -49,7 +49,9 @@ def test_who_computes_for_too_long_names_itself():
 
 
 def saves(*peers, moved=30.0, **doing):
-    return State("outside a step", 30.0, "checkpoint with ranks 0, 1", peers, still_seconds=moved, **doing)
+    return RankActivity(
+        "outside a step", 30.0, "checkpoint with ranks 0, 1", peers, still_seconds=moved, **doing
+    )
 
 
 def test_who_waits_for_a_checkpoint_goes_by_the_disks():
@@ -61,7 +63,11 @@ def test_who_waits_for_a_checkpoint_goes_by_the_disks():
 
 
 def test_a_checkpoint_in_the_background_excuses_nobody():
-    states = {0: waits(1), 1: State("a forward", 30.0, saving="writes a", still_seconds=0.1), 2: waits(0)}
+    states = {
+        0: waits(1),
+        1: RankActivity("a forward", 30.0, saving="writes a", still_seconds=0.1),
+        2: waits(0),
+    }
     assert seconds_since_saving_moved(states, 0) is None
     assert cause(states, 0)[1].startswith("is alive and waits for no other rank: a forward")
     silent = {0: saves(1, 2, moved=0.1), 1: None, 2: waits(0)}
@@ -69,8 +75,8 @@ def test_a_checkpoint_in_the_background_excuses_nobody():
 
 
 def test_answers_travel():
-    state = State("somewhere", 1.5, "receive", (1, 2), "stacks")
-    assert State.decode(state.encode()) == state
+    state = RankActivity("somewhere", 1.5, "receive", (1, 2), "stacks")
+    assert RankActivity.decode(state.encode()) == state
 
 
 def test_a_line_for_each_rank():

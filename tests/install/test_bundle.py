@@ -44,7 +44,7 @@ def made(tmp_path):
     wheels.mkdir(parents=True)
     wheel(wheels, "first-1.0-py3-none-any")
     wheel(wheels, "second-2.0-py3-none-any", "first")
-    manifest = bundle.Manifest(
+    manifest = bundle.BundleManifest(
         requirements=bundle.requirements(""),
         extras="",
         python=PYTHON,

@@ -1,6 +1,6 @@
 """What the doctor says of GPUs, from the answers of torch, MPI and Horovod on machines that have some."""
 
-from hybridpipe.launch.gpus import Build, Place, describe, who_has_which
+from hybridpipe.launch.gpus import Build, RankDevice, describe, who_has_which
 
 STAGED = Build(torch_cuda="13.0", horovod_cuda=True, torch_nccl=True)
 NCCL = Build(torch_cuda="13.0", horovod_cuda=True, nccl=22809, torch_nccl=True, cuda_aware=True)
@@ -33,11 +33,11 @@ def test_without_a_horovod_for_gpus_torch_sums_and_else_mpi():
 
 def test_each_rank_and_its_gpu():
     places = [
-        Place(0, "h1", "a", "cuda:0 (H100)"),
-        Place(1, "h1", "b", "cuda:1 (H100)"),
-        Place(2, "h1", "b", "cuda:1 (H100)"),
-        Place(3, "h2", "a", "cuda:0 (H100)"),
-        Place(4, "h2", "", ""),
+        RankDevice(0, "h1", "a", "cuda:0 (H100)"),
+        RankDevice(1, "h1", "b", "cuda:1 (H100)"),
+        RankDevice(2, "h1", "b", "cuda:1 (H100)"),
+        RankDevice(3, "h2", "a", "cuda:0 (H100)"),
+        RankDevice(4, "h2", "", ""),
     ]
     assert who_has_which(places) == (
         "h1: rank 0 on cuda:0 (H100), ranks 1, 2 share cuda:1 (H100); "

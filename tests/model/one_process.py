@@ -1,7 +1,8 @@
 """The reference for recorded models: the user's own forward, microbatch by microbatch, in one process.
 
-It runs no record. Each unit's call, and each torch function between units, draws its own random numbers, with
-the key that the n-th call of its name has. Buffers of replicated stages are kept once a replica.
+It runs no record. Each leaf module's call, and each torch function between leaf modules, draws its own
+random numbers, with the key that the n-th call of its name has. Buffers of replicated stages are kept once a
+replica.
 """
 
 import copy
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hybridpipe.model.precision import FP32, Precision
-from hybridpipe.model.recording.units import units_of
+from hybridpipe.model.recording.leaf_modules import leaf_modules_of
 from hybridpipe.model.rng import random_key
 from hybridpipe.model.tensors import map_tensors
 
@@ -48,16 +49,16 @@ def count(tree: Any) -> int:
 
 
 class Keyed(TorchFunctionMode):
-    """Seeds the generators before each call of a unit, and of a function between units."""
+    """Seeds the generators before each call of a leaf module, and of a function between leaf modules."""
 
     def __init__(self, model: nn.Module, opened: Collection[str]) -> None:
         super().__init__()
         self.seed: Callable[[int], int]
         self._calls, self._depth = Counter[str](), 0
         self._again = Counter[str]()  # calls that a checkpoint has repeated in the backward
-        for path, unit in units_of(model, opened).items():
-            unit.register_forward_pre_hook(lambda *_, path=path: self._enter(path), prepend=True)
-            unit.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        for path, module in leaf_modules_of(model, opened).items():
+            module.register_forward_pre_hook(lambda *_, path=path: self._enter(path), prepend=True)
+            module.register_forward_hook(lambda *_: self._leave(), always_call=True)
 
     def begin(self, seed: Callable[[int], int]) -> None:
         """Begin a microbatch, whose keys `seed` makes of a place."""
@@ -92,7 +93,7 @@ class OneProcess:
     """Trains a copy of a model by plain SGD, as one process would.
 
     Args:
-        opened: paths of modules that are no units, in a record of the model.
+        opened: paths of modules that are no leaf modules, in a record of the model.
         replicas: number of replicas that have a buffer of their own, by the buffer's name; 1 by default.
         precision, scale: autocast's, and the factor on the loss in a backward.
     """

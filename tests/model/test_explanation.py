@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.model.explanation import Explanation, facts_of, input_names
+from hybridpipe.model.explanation import ModelExplanation, facts_of, input_names
 from hybridpipe.model.layers import explain, layers_of
 from hybridpipe.model.recording import record
 from tests.model.recording import models, refused
@@ -19,7 +19,7 @@ def facts(kind: type[nn.Module]) -> dict:
     return facts_of(record(kind().double(), INPUTS, training=True))
 
 
-def explained(model: nn.Module, inputs=INPUTS) -> Explanation:
+def explained(model: nn.Module, inputs=INPUTS) -> ModelExplanation:
     return explain(layers_of(model, inputs))
 
 

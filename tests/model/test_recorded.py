@@ -52,7 +52,7 @@ class Hides(nn.Module):
         return x * self.hidden[0]
 
 
-def test_a_unit_that_hides_a_weight_is_named():
+def test_a_leaf_module_that_hides_a_weight_is_named():
     model = models.Base().double()
     model.blocks[1] = Hides().double()
     layers = layers_of(model, INPUTS)
@@ -226,7 +226,7 @@ class Seeds(models.Base):
             r"before it the forward changes CountsInItsClass of \S*test_recorded in each call",
         ),
         (Seeds, "before it the forward seeds torch's random numbers"),
-        (Hooks, "register_hook outside the units .call it inside a module"),
+        (Hooks, "register_hook outside leaf modules .call it inside a module"),
         (Draws, "rand draws from a generator of the user's"),
         (Writes, "mul_ writes to a tensor that is no buffer .register it as one"),
     ],

@@ -31,13 +31,13 @@ OF_OPENED = {"what a global holds": lambda patch: patch.setitem(TABLE, "rate", 2
 
 
 @pytest.mark.parametrize("change", [*OF_ALL.values(), *OF_OPENED.values()], ids=[*OF_ALL, *OF_OPENED])
-@pytest.mark.parametrize("units", [("",), ()], ids=["whole", "opened"])
-def test_what_a_class_and_its_forward_name_counts(monkeypatch, units, change):
+@pytest.mark.parametrize("leaf_modules", [("",), ()], ids=["whole", "opened"])
+def test_what_a_class_and_its_forward_name_counts(monkeypatch, leaf_modules, change):
     """A module that is called whole reads its globals in each run; they may decide if it draws numbers."""
-    settings = Settings(Scaled(2, 2), units, ())
+    settings = Settings(Scaled(2, 2), leaf_modules, ())
     assert not settings.changed()
     change(monkeypatch)
-    assert settings.changed() == (not units or change in OF_ALL.values())
+    assert settings.changed() == (not leaf_modules or change in OF_ALL.values())
     assert not settings.changed()
 
 
@@ -112,7 +112,7 @@ class HoldsUnits(nn.Module):
         return self.second(self.first(x)) * self.rate
 
 
-def test_what_units_change_in_a_run_is_no_change():
+def test_what_leaf_modules_change_in_a_run_is_no_change():
     """A count of calls, or an activation that was kept, had each step recorded anew."""
     model, x = HoldsUnits(), torch.ones(3, 20)
     layers = layers_of(model, x)

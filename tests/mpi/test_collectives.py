@@ -15,7 +15,7 @@ def test_sums_rows_and_weights(job, backend):
 
 @pytest.mark.parametrize("backend", OTHERS)
 def test_parameters_and_losses_are_those_of_one_process(job, backend):
-    """Also where replicas share out their update, and where ranks hold several stages."""
+    """Also where replicas shard their update, and where ranks hold several stages."""
     plans = ["2", "3-1", "2-2:1:scatter", "1-3:2", "2-2:2:scatter"]
     ways = sum(1 + TRAITS[s].splits_backward for s in SYNCHRONOUS if not TRAITS[s].interleaves)
     done = job(4, "exactness.py", "8", *(f"{plan}:{backend}" for plan in [*plans, "2-2x2"]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridpipe.files import read_cluster, read_json, read_plan, read_profile
-from hybridpipe.report.run import RUN_FORMAT, RunStart
+from hybridpipe.run_folder.data import RUN_FORMAT, RunStart
 from tests.mpi.project import write_project
 from tests.report.pages import Tree
 

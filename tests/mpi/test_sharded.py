@@ -1,4 +1,4 @@
-"""Replicas that share out the update train what one process would, and any plan goes on with their state."""
+"""Replicas that shard the update train what one process would, and any plan goes on with their state."""
 
 import pytest
 
@@ -15,8 +15,8 @@ def test_clipping_schedules_and_accumulation(job):
 
 
 def test_a_parameter_that_other_stages_hold(job):
-    """Its copies are equal to the bit, whether a stage shares out the update or not."""
-    done = job(3, "sharing.py", "2-1:1", "1-2:2:scatter", timeout_seconds=200)
+    """Its copies are equal to the bit, whether a stage shards the update or not."""
+    done = job(3, "shared_parameters.py", "2-1:1", "1-2:2:scatter", timeout_seconds=200)
     assert done.stdout.count("copies equal") == 2 * 3 * 2
 
 

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from hybridpipe.optim.layout import UNIT, Layout, padded
+from hybridpipe.optim.layout import UNIT, ShardLayout, padded
 
 
 def test_two_parameters_on_two_replicas():
-    layout = Layout([40, 5], 2)
+    layout = ShardLayout([40, 5], 2)
     assert layout.offsets == (0, 48) and layout.share == 32 and layout.size == 64
     assert [layout.part(0, r) for r in (0, 1)] == [range(32), range(32, 40)]
     assert [len(layout.part(1, r)) for r in (0, 1)] == [0, 5]
@@ -18,7 +18,7 @@ def test_two_parameters_on_two_replicas():
 def test_every_element_belongs_to_one_replica(seed):
     draw = random.Random(seed)
     counts, replicas = [draw.randint(1, 300) for _ in range(draw.randint(1, 12))], draw.randint(1, 7)
-    layout = Layout(counts, replicas)
+    layout = ShardLayout(counts, replicas)
     for i, count in enumerate(counts):
         parts = [layout.part(i, replica) for replica in range(replicas)]
         assert [element for part in parts for element in part] == list(range(count))
@@ -28,13 +28,13 @@ def test_every_element_belongs_to_one_replica(seed):
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_shares_are_equal_but_for_the_padding(replicas):
     counts = [1000, 3, 70_001, 64, 12_345]
-    layout = Layout(counts, replicas)
+    layout = ShardLayout(counts, replicas)
     held = [sum(len(layout.part(i, r)) for i in range(len(counts))) for r in range(replicas)]
     assert max(held) <= layout.share
     assert max(held) <= 1.01 * sum(counts) / replicas
 
 
 def test_the_buffer_holds_all_parameters_and_little_more():
-    layout = Layout([17, 16, 1], 3)
+    layout = ShardLayout([17, 16, 1], 3)
     assert layout.offsets == (0, 32, 48)
     assert 64 <= layout.size <= 64 + 3 * padded(1)

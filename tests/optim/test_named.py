@@ -8,7 +8,7 @@ from hybridpipe.optim.fused import fused
 from hybridpipe.optim.named import with_names
 from hybridpipe.optim.shards import take_over
 from hybridpipe.optim.update import Given, UpdateRule
-from hybridpipe.stage.state import State, check_optimizer, put_optimizer, read_optimizer, take_optimizer
+from hybridpipe.stage.state import StageState, check_optimizer, put_optimizer, read_optimizer, take_optimizer
 
 sgd = partial(torch.optim.SGD, lr=1.0)
 
@@ -55,7 +55,7 @@ def test_names_are_no_options():
         for p in values:
             p.grad = torch.ones(2)
         made.step()
-        taken = State()
+        taken = StageState()
         take_optimizer(made, names, taken, Given.of(made).options)
         assert "param_names" not in repr(taken.meta)
         taken.meta["groups"][0]["param_names"] = [*names.values()]  # as an earlier version wrote them

@@ -169,7 +169,7 @@ def test_a_gradient_that_another_stage_checks_is_passed_by():
 
 
 def test_a_part_is_checked_for_its_parameter():
-    """Where replicas share out the update, gradients are on the parts, and other replicas' nowhere here."""
+    """Where replicas shard the update, gradients are on the parts, and other replicas' nowhere here."""
     rank = Rank()
     first, second = rank.stage.module[0].weight, rank.stage.module[1].weight
     part = nn.Parameter(first.detach().view(-1)[:4])

@@ -579,4 +579,4 @@ def test_the_user_may_allow_what_looks_at_a_stage():
     allowing = UpdateRule(Clipped, optimizer_per_stage=True)
     assert allowing.why_not_apart(model, given[:3], None, has_all=False) is None
     assert UpdateRule(Clipped).why_not_apart(model, given, None, has_all=True) is None
-    assert BY_PART in allowing.why_not_halved(model)  # nothing is shared out by choice
+    assert BY_PART in allowing.why_not_halved(model)  # nothing is sharded by choice

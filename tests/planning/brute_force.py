@@ -17,7 +17,7 @@ class Reference:
 
     Args:
         recompute: under a limit every stage may recompute or not, whether it must or not.
-        zero: "auto": the replicas of every stage may share out their update or not, by either reduction.
+        zero: "auto": the replicas of every stage may shard their update or not, by either reduction.
     """
 
     def __init__(self, profile, cluster, num_microbatches, schedule, recompute, zero=0):
@@ -356,8 +356,8 @@ def limited_instance(seed):
     return replace(profile, layers=layers), limited, options, ranks, max_replicas
 
 
-def shared_out_instance(seed):
-    """An instance whose replicas may share out their update, under a limit or without one."""
+def sharded_instance(seed):
+    """An instance whose replicas may shard their update, under a limit or without one."""
     profile, cluster, options, _, max_replicas = limited_instance(seed)
     draw = random.Random(-(10**6) - seed)
     num_ranks = draw.choice([2, 2, 3, 3, 4])
@@ -368,7 +368,7 @@ def shared_out_instance(seed):
         )
         return draw.choice([None, figures])
 
-    # Where gradients are shared out three buckets of them are whole, so ten layers may be leaner than one.
+    # Where gradients are sharded three buckets of them are whole, so ten layers may be leaner than one.
     count = 10 if num_ranks == 2 else len(profile.layers[:4])
     layers = tuple(
         replace(

@@ -158,7 +158,7 @@ def test_recomputation_is_of_the_plan_or_of_a_stage():
     assert all(plan([1, 1], 1, recompute=True).recomputes(s) for s in (0, 1))
 
 
-def test_the_update_is_shared_out_by_the_plan_or_by_a_stage_with_replicas():
+def test_the_update_is_sharded_by_the_plan_or_by_a_stage_with_replicas():
     some = Plan((StageSpec(0, 1, 2, zero=2, scatter=True), StageSpec(1, 2, 1, zero=2), StageSpec(2, 3, 2)))
     assert [some.zero_of(s) for s in (0, 1, 2)] == [2, 0, 0]
     assert [some.scatters(s) for s in (0, 1, 2)] == [True, False, False]

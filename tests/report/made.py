@@ -13,7 +13,7 @@ from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.search import search
 from hybridpipe.planning.simulator.predict import predict
-from hybridpipe.report.run import RunStart
+from hybridpipe.run_folder.data import RunStart
 
 EVIL = "<script>alert('&\"')</script>"
 NUM_MINIBATCHES = 1000  # of 10 epochs

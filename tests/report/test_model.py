@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from hybridpipe.model.explanation import Explanation, ForbiddenCut, LayerFacts
+from hybridpipe.model.explanation import ForbiddenCut, LayerFacts, ModelExplanation
 from hybridpipe.planning.profile import SharedParameter
 from hybridpipe.report.model import model_text
 
 FIRST = LayerFacts("embed", 1200, ("embed",), 2048, 2, 3, ("ids", "mask"))
 BOTH = LayerFacts("block..norm", 0, ("block", "norm"), 512, 1)
 LAST = LayerFacts("head", 1200, ("head",), 0, 0)
-FULL = Explanation(
+FULL = ModelExplanation(
     "recorded",
     (FIRST, BOTH, LAST),
     forbidden=(ForbiddenCut("block", "norm", 1, "m.py:7: why not"), ForbiddenCut("a", "z", 4, "m.py:9: no")),
@@ -57,7 +57,7 @@ def test_each_fact_is_a_line(line):
 
 
 def test_one_layer_says_why():
-    found = Explanation("one layer", (LayerFacts("Net", 12),), "m.py:8: item reads data")
+    found = ModelExplanation("one layer", (LayerFacts("Net", 12),), "m.py:8: item reads data")
     lines = model_text(found).splitlines()
     assert lines[:2] == [
         "one layer, so one stage",
@@ -67,6 +67,6 @@ def test_one_layer_says_why():
 
 
 def test_what_a_sequential_sends_is_not_known_without_a_measurement():
-    text = model_text(Explanation("nn.Sequential", (LayerFacts("0", 12), LayerFacts("1", 3))))
+    text = model_text(ModelExplanation("nn.Sequential", (LayerFacts("0", 12), LayerFacts("1", 3))))
     assert row(text, "0") == ["0", "0", "12", "-"] and "`hybridpipe profile` measures it" in text
     assert "free" not in text and "why" not in text

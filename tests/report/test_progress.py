@@ -2,27 +2,27 @@
 
 import pytest
 
-from hybridpipe.report.progress import WINDOW_SECONDS, Place, Speed, hosts_line, progress_line
+from hybridpipe.report.progress import WINDOW_SECONDS, Progress, Speed, hosts_line, progress_line
 
 
 def test_a_line_about_a_minibatch_and_one_about_an_epoch():
-    assert progress_line(Place(3, 20, 820, 7180), 0.43124, 1234.4, 760.2) == (
+    assert progress_line(Progress(3, 20, 820, 7180), 0.43124, 1234.4, 760.2) == (
         "epoch 3/20, minibatch 820/7180: loss 0.4312; 1,234 samples/s; 0:12:40 left"
     )
     held_out = {"loss": 0.5, "accuracy": 0.875}
     line = progress_line(
-        Place(3, 20, 1077, 7180), 0.43124, 1234.4, 90061.0, validation=held_out, learning_rate=0.03
+        Progress(3, 20, 1077, 7180), 0.43124, 1234.4, 90061.0, validation=held_out, learning_rate=0.03
     )
     assert line == (
         "epoch 3/20, minibatch 1077/7180: loss 0.4312; validation loss 0.5000, accuracy 0.8750; "
         "1 day, 1:01:01 left"
     ), "it had 150 characters with the clock: what metrics.jsonl has is left out"
-    short = progress_line(Place(1, 2, 3, 6), 0.4, 1234.4, None, learning_rate=0.03)
+    short = progress_line(Progress(1, 2, 3, 6), 0.4, 1234.4, None, learning_rate=0.03)
     assert short == "epoch 1/2, minibatch 3/6: loss 0.4000; lr 0.03; 1,234 samples/s"
 
 
 def test_what_is_not_known_is_left_out():
-    assert progress_line(Place(1, None, 5, None), 0.00012345, None, None) == (
+    assert progress_line(Progress(1, None, 5, None), 0.00012345, None, None) == (
         "epoch 1, minibatch 5: loss 0.0001234"
     )
 

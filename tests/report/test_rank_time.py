@@ -1,6 +1,6 @@
 from pytest import approx
 
-from hybridpipe.planning.timeline import Parts
+from hybridpipe.planning.timeline import TimeParts
 from hybridpipe.report.rank_time import TRACED, compared, parts_table, ranks_table
 
 RANK = dict.fromkeys(TRACED, 0.0)
@@ -13,7 +13,7 @@ RANKS = {
 
 
 def test_a_minibatch_is_as_long_as_on_the_slowest_rank_and_its_parts_add_up_to_that():
-    parts = compared(Parts(1, 2, 0, 0, 0.5, 0), RANKS)
+    parts = compared(TimeParts(1, 2, 0, 0, 0.5, 0), RANKS)
     measured = {name.removesuffix("_seconds"): each["measured"] for name, each in parts.items()}
     assert sum(measured.values()) == approx(5.0)
     assert measured["forward"] == approx(5 * (0.25 + 0.5) / 2)
@@ -22,12 +22,12 @@ def test_a_minibatch_is_as_long_as_on_the_slowest_rank_and_its_parts_add_up_to_t
 
 def test_idle_is_what_it_is_in_the_ranks_own_rows():
     """Loading and the loop around the program counted as idle here, and as other there."""
-    measured = compared(Parts(1, 2, 0, 0, 0.5, 0), RANKS)["idle_seconds"]["measured"]
+    measured = compared(TimeParts(1, 2, 0, 0, 0.5, 0), RANKS)["idle_seconds"]["measured"]
     assert measured == approx(5 * (1.5 / 4 + 1.25 / 5) / 2)
 
 
 def test_predicted_and_measured_parts_side_by_side():
-    parts = compared(Parts(1, 2, 0, 0, 0.5, 0), {0: RANK | {"seconds": 1.0, "allreduce_seconds": 0.25}})
+    parts = compared(TimeParts(1, 2, 0, 0, 0.5, 0), {0: RANK | {"seconds": 1.0, "allreduce_seconds": 0.25}})
     assert parts["allreduce_seconds"] == {"predicted": 0.5, "measured": 0.25}
     assert [line.split() for line in parts_table(parts).splitlines()][-3:] == [
         ["allreduce", "500", "ms", "250", "ms"],

@@ -19,7 +19,7 @@ from hybridpipe.stage.state import (
     SAMPLES_SEEN,
     Generators,
     OfParameter,
-    State,
+    StageState,
     batches_agreed,
     check_fits,
     check_optimizer,
@@ -88,9 +88,9 @@ def train(layers, optimizer, scheduler, steps):
     return [p.detach().clone() for p in layers.parameters()]
 
 
-def through_text(state: State) -> State:
+def through_text(state: StageState) -> StageState:
     """Return the state as read back from a file."""
-    return State(
+    return StageState(
         {name: tensor.clone() for name, tensor in state.tensors.items()}, json.loads(json.dumps(state.meta))
     )
 
@@ -108,7 +108,7 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(name, scheduler, dtype)
     optimizer = OPTIMIZERS[name](layers.parameters())
     steps = None if scheduler is None else SCHEDULERS[scheduler](optimizer)
     train(layers, optimizer, steps, range(4))
-    state = State()
+    state = StageState()
     take_optimizer(optimizer, named(layers).parameters(), state)
     if steps is not None:
         state.meta["steps"] = pack(steps.state_dict(), "steps", state.tensors)
@@ -129,7 +129,7 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(name, scheduler, dtype)
 def test_how_a_step_is_computed_is_the_new_optimizers():
     """A checkpoint without the user's `fused = false` once made the steps fused again."""
     layers = make_layers(torch.float32)
-    state = State()
+    state = StageState()
     take_optimizer(torch.optim.SGD(layers.parameters(), lr=0.3), named(layers).parameters(), state)
     other = torch.optim.SGD(layers.parameters(), lr=0.1, fused=False)
     put_optimizer(other, named(layers).parameters(), read_optimizer(through_text(state), "file"))
@@ -181,7 +181,7 @@ def test_groups_with_other_options_are_not_mixed():
     """Two stages' parameters had different rates; in one group, one of the rates would be lost."""
     layers = make_layers()
     first, second = [*layers[0].parameters()], [*layers[2].parameters()]
-    state = State()
+    state = StageState()
     groups = [{"params": first}, {"params": [*layers[1].parameters()]}, {"params": second, "lr": 0.5}]
     take_optimizer(optim.SGD(groups, lr=0.1), named(layers).parameters(), state)
     found = read_optimizer(through_text(state), "file")
@@ -271,14 +271,16 @@ def test_batches_that_replicas_agreed_on_are_read_or_refused():
     ],
 )
 def test_an_optimizers_entry_of_no_group_is_refused(entry):
-    state = State(meta={"groups": [{"lr": 0.1}, 5], "parameters": {"a.weight": entry}})
+    state = StageState(meta={"groups": [{"lr": 0.1}, 5], "parameters": {"a.weight": entry}})
     with pytest.raises(UserError, match=r"^file: parameter a.weight: cannot be understood: "):
         read_optimizer(state, "file")
 
 
 def test_options_that_an_older_checkpoint_was_not_told_are_none():
     entries = {key: {"group": at, "state": {}} for key, at in (("a", 0), ("b", 1))}
-    state = State(meta={"groups": [{"lr": 0.1}, {"lr": 0.2}], "given": [{"lr": 1.0}], "parameters": entries})
+    state = StageState(
+        meta={"groups": [{"lr": 0.1}, {"lr": 0.2}], "given": [{"lr": 1.0}], "parameters": entries}
+    )
     found = read_optimizer(state, "file")
     assert [found[key].options["lr"] for key in "ab"] == [0.1, 0.2]
     assert (found["a"].given, found["b"].given) == ({"lr": 1.0}, None)
@@ -310,7 +312,7 @@ def test_state_that_an_optimizer_keeps_of_no_parameter_is_refused():
     optimizer = optim.SGD(layers.parameters(), lr=0.1)
     optimizer.state["calls"] = {"count": 3}
     with pytest.raises(UserError, match="SGD keeps state of no parameter: 'calls'"):
-        take_optimizer(optimizer, named(layers).parameters(), State())
+        take_optimizer(optimizer, named(layers).parameters(), StageState())
 
 
 @pytest.mark.parametrize("option", ["capturable", "fused"])
@@ -331,7 +333,7 @@ def test_a_step_count_is_on_the_host_unless_the_device_counts(option):
 
 def test_a_copy_does_not_follow_training():
     weight = torch.zeros(3, requires_grad=True)
-    copy = State({"a": weight}, {"step": 1}).copied()
+    copy = StageState({"a": weight}, {"step": 1}).copied()
     weight.data += 1
     assert copy.tensors["a"].eq(0).all() and not copy.tensors["a"].requires_grad and copy.meta == {"step": 1}
 
@@ -340,7 +342,7 @@ def test_groups_are_told_with_the_options_that_they_were_made_with():
     """The stage has parameters of the last two of three groups."""
     layers = make_layers()
     groups = [{"params": [*layers[i].parameters()], "lr": 0.1 * i} for i in range(3)]
-    optimizer, state = optim.SGD(groups), State()
+    optimizer, state = optim.SGD(groups), StageState()
     names = {p: name for name, p in layers.named_parameters() if not name.startswith("0")}
     take_optimizer(optimizer, names, state, [{"lr": 1.0}, {"lr": 2.0}, {"lr": 3.0}])
     found = read_optimizer(through_text(state), "file")

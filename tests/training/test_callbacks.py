@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 
 from hybridpipe import Callback, Checkpointing
 from hybridpipe.callbacks import EarlyStopping
+from hybridpipe.run_folder.write import MetricsFile
 from hybridpipe.training.callbacks import CallbackList, OnMinibatch
-from hybridpipe.training.run_folder import Records
 from tests.training.helpers import assert_same_weights, plain_loop, seeded, seeded_mlp, whole
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -229,7 +229,7 @@ def test_only_callbacks_of_users_may_change_the_model():
     class Users(Callback):
         pass
 
-    own = [EarlyStopping(), OnMinibatch(Records.note)]
+    own = [EarlyStopping(), OnMinibatch(MetricsFile.note)]
     assert not CallbackList(own, None).are_users
     for each in (Users(), OnMinibatch(print), OnMinibatch(lambda record: None)):
         assert CallbackList([*own, each], None).are_users

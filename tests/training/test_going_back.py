@@ -13,7 +13,7 @@ from hybridpipe.checkpoint.directory import last_good
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.cli.train import CHECKPOINTS, _claim_checkpoints, _continues_own, _resume
 from hybridpipe.errors import UserError
-from hybridpipe.training.run_folder import Records
+from hybridpipe.run_folder.write import MetricsFile
 
 
 def trainer() -> Trainer:
@@ -84,6 +84,6 @@ def test_records_of_another_training_do_not_stand_before_those_of_one_that_comes
         at_two = trainer()
         for _ in range(2):
             at_two.train_step(torch.randn(8, 4), torch.randint(0, 3, (8,)))
-        Records(at_two, tmp_path, _continues_own(tmp_path, source)).close()
+        MetricsFile(at_two, tmp_path, _continues_own(tmp_path, source)).close()
         at_two.close()
         assert (tmp_path / "metrics.jsonl").read_text().splitlines() == kept

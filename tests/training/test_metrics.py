@@ -10,8 +10,8 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.environment.memory_limits import RankMemory
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.schedules.instructions import AllReduce, Backward, Forward, Step
-from hybridpipe.planning.timeline import Event, Spent
-from hybridpipe.training.metrics import KEPT, WARM_UP, MinibatchRecord, Past, RankTime, Recorder
+from hybridpipe.planning.timeline import Spent, TimelineEvent
+from hybridpipe.training.metrics import KEPT, WARM_UP, Metrics, MinibatchRecord, Past, RankTime
 
 
 def worker(predicted: Prediction | None = None) -> SimpleNamespace:
@@ -20,31 +20,31 @@ def worker(predicted: Prediction | None = None) -> SimpleNamespace:
     return SimpleNamespace(plan=plan, control=MPI.COMM_SELF, device=torch.device("cpu"), executor=executor)
 
 
-def minibatch(start: float, scale: float = 1.0) -> list[Event]:
+def minibatch(start: float, scale: float = 1.0) -> list[TimelineEvent]:
     """Busy for 3, waiting for 1, in units of `scale` seconds."""
     ends = [(Forward(0), 1.0), (Backward(0), 2.5), (AllReduce(), 3.5), (Step(), 4.0)]
     events, began = [], start
     for instruction, end in ends:
-        events.append(Event(instruction, began, start + end * scale))
+        events.append(TimelineEvent(instruction, began, start + end * scale))
         began = start + end * scale
     return events
 
 
 def test_a_run_in_figures():
-    recorder = Recorder()
-    recorder.begin(RankMemory(2**21, 2**22, "RAM"))
-    recorder.end_start(torch.device("cpu"))
+    metrics = Metrics()
+    metrics.begin(RankMemory(2**21, 2**22, "RAM"))
+    metrics.end_start(torch.device("cpu"))
     for i in range(WARM_UP + 3):
         slow = 10.0 if i < WARM_UP else 1.0  # the first minibatches are not typical
-        recorder.keep(minibatch(100.0 * i, slow), 1.0, full=True)
-        record = recorder.note(epoch=0, loss=5.0 - i, num_samples=8, seconds=4.0 * slow, full=True)
+        metrics.keep(minibatch(100.0 * i, slow), 1.0, full=True)
+        record = metrics.note(epoch=0, loss=5.0 - i, num_samples=8, seconds=4.0 * slow, full=True)
         assert record == MinibatchRecord(i, 0, 5.0 - i, 8, 4.0 * slow)
-    recorder.keep(minibatch(1000.0, 0.1), 1.0, full=False)
-    recorder.note(epoch=0, loss=-1.0, num_samples=3, seconds=0.4, full=False)
-    recorder.metrics["accuracy"] = 0.5
-    recorder.training_seconds = 25.0
-    recorder.reach_target(epochs=1)
-    summary = recorder.summary(worker(Prediction(3.0, 2.7, 0.2, (1,))))
+    metrics.keep(minibatch(1000.0, 0.1), 1.0, full=False)
+    metrics.note(epoch=0, loss=-1.0, num_samples=3, seconds=0.4, full=False)
+    metrics.validation["accuracy"] = 0.5
+    metrics.training_seconds = 25.0
+    metrics.reach_target(epochs=1)
+    summary = metrics.summary(worker(Prediction(3.0, 2.7, 0.2, (1,))))
     (start,), (peak,) = (summary.pop(name) for name in ("start_peak_memory_bytes", "peak_memory_bytes"))
     assert 1 << 20 < start <= peak
     assert summary == {
@@ -74,17 +74,17 @@ def test_a_run_in_figures():
 
 
 def test_before_the_first_minibatch():
-    summary = Recorder().summary(worker())
+    summary = Metrics().summary(worker())
     assert summary["samples_per_second"] == summary["bubble_fraction"] == 0.0
     assert summary["loss_first"] is summary["loss_last"] is summary["predicted_minibatch_seconds"] is None
-    assert Recorder().timeline(worker()) is None
+    assert Metrics().timeline(worker()) is None
 
 
 def test_fewer_minibatches_than_the_warm_up():
-    recorder = Recorder()
-    recorder.keep(minibatch(0.0), 1.0, full=True)
-    recorder.note(epoch=0, loss=1.0, num_samples=8, seconds=4.0, full=True)
-    assert recorder.summary(worker())["samples_per_second"] == 2.0
+    metrics = Metrics()
+    metrics.keep(minibatch(0.0), 1.0, full=True)
+    metrics.note(epoch=0, loss=1.0, num_samples=8, seconds=4.0, full=True)
+    assert metrics.summary(worker())["samples_per_second"] == 2.0
 
 
 def test_a_minibatch_takes_what_it_takes_on_the_slowest_rank():
@@ -92,23 +92,23 @@ def test_a_minibatch_takes_what_it_takes_on_the_slowest_rank():
 
     The second needed 0.9 s for each, so none took 0.7 s, as the first rank's median had it.
     """
-    recorder = Recorder()
+    metrics = Metrics()
     for _ in range(WARM_UP + 1):
-        recorder.keep(minibatch(0.0), 4.0, full=True)
-        recorder.note(epoch=0, loss=1.0, num_samples=8, seconds=4.0, full=True)
+        metrics.keep(minibatch(0.0), 4.0, full=True)
+        metrics.note(epoch=0, loss=1.0, num_samples=8, seconds=4.0, full=True)
     two = worker()
     two.plan = Plan((StageSpec(0, 1), StageSpec(1, 2)), num_microbatches=2)
     two.control = SimpleNamespace(size=2, gather=lambda mine: [mine, {**mine, "full": 8.0}])
-    summary = recorder.summary(two)
+    summary = metrics.summary(two)
     assert (summary["minibatch_seconds_median"], summary["samples_per_second"]) == (8.0, 1.0)
 
 
 def test_the_timeline_is_that_of_a_typical_minibatch_from_time_zero():
-    recorder = Recorder()
+    metrics = Metrics()
     for i, scale in enumerate((1.0, 9.0, 2.0)):
-        recorder.keep(minibatch(50.0 * i, scale), 1.0, full=True)
-    recorder.keep(minibatch(500.0, 0.1), 1.0, full=False)
-    timeline = recorder.timeline(worker())
+        metrics.keep(minibatch(50.0 * i, scale), 1.0, full=True)
+    metrics.keep(minibatch(500.0, 0.1), 1.0, full=False)
+    timeline = metrics.timeline(worker())
     assert list(timeline.events) == [0]
     assert timeline.events[0][0].start_seconds == 0
     assert timeline.seconds == pytest.approx(8.0)  # the median of 4, 36 and 8
@@ -117,22 +117,22 @@ def test_the_timeline_is_that_of_a_typical_minibatch_from_time_zero():
 
 def test_a_trace_without_a_flush_begins_where_every_rank_has_notes():
     """An update of a replicated stage is of several minibatches: as many notes of it reach further back."""
-    recorder = Recorder()
+    metrics = Metrics()
     for i in range(WARM_UP + 5):
-        recorder.keep(minibatch(10.0 * i), 10.0, full=True)
+        metrics.keep(minibatch(10.0 * i), 10.0, full=True)
     two = worker()
     two.plan = Plan((StageSpec(0, 1), StageSpec(1, 2)), "pipedream", num_microbatches=1)
     two.control = SimpleNamespace(gather=lambda mine: [mine, mine[2:]])
-    traced = recorder.traced(two)
+    traced = metrics.traced(two)
     assert [time.num_minibatches for time in traced.ranks.values()] == [3, 3]
     assert [len(events) for events in traced.timeline.events.values()] == [12, 12]
 
 
 def test_a_trace_leaves_the_warm_up_out():
-    recorder = Recorder()
+    metrics = Metrics()
     for i in range(WARM_UP + 2):
-        recorder.keep(minibatch(10.0 * i), 10.0 + i, full=True)
-    traced = recorder.traced(worker())
+        metrics.keep(minibatch(10.0 * i), 10.0 + i, full=True)
+    traced = metrics.traced(worker())
     assert traced.ranks[0].num_minibatches == 2
     assert traced.ranks[0].seconds == [10.0 + WARM_UP, 10.0 + WARM_UP + 1]
     assert traced.timeline.events[0][0].start_seconds == 0 and len(traced.timeline.events[0]) == 8
@@ -143,48 +143,48 @@ def test_a_trace_leaves_the_warm_up_out():
 
 
 def test_a_trace_of_few_minibatches_has_the_warm_up_too():
-    recorder = Recorder()
-    assert recorder.traced(worker()) is None
+    metrics = Metrics()
+    assert metrics.traced(worker()) is None
     for i in range(WARM_UP):
-        recorder.keep(minibatch(10.0 * i), 4.0, full=True)
-    assert recorder.traced(worker()).ranks[0].num_minibatches == WARM_UP
+        metrics.keep(minibatch(10.0 * i), 4.0, full=True)
+    assert metrics.traced(worker()).ranks[0].num_minibatches == WARM_UP
 
 
 def test_a_trace_has_all_that_is_kept_once_the_warm_up_is_forgotten():
-    recorder = Recorder()
+    metrics = Metrics()
     for i in range(KEPT + 1):
-        recorder.keep(minibatch(10.0 * i), 4.0, full=True)
-    assert recorder.traced(worker()).ranks[0].num_minibatches == KEPT + 1 - WARM_UP
+        metrics.keep(minibatch(10.0 * i), 4.0, full=True)
+    assert metrics.traced(worker()).ranks[0].num_minibatches == KEPT + 1 - WARM_UP
     for i in range(KEPT):
-        recorder.keep(minibatch(1000.0 + 10.0 * i), 4.0, full=True)
-    assert recorder.traced(worker()).ranks[0].num_minibatches == KEPT
+        metrics.keep(minibatch(1000.0 + 10.0 * i), 4.0, full=True)
+    assert metrics.traced(worker()).ranks[0].num_minibatches == KEPT
 
 
 def test_an_update_of_two_minibatches_is_half_as_busy_for_each():
-    recorder = Recorder()
-    recorder.keep(minibatch(0.0), 4.0, full=True, num_minibatches=2)
-    recorder.keep(minibatch(10.0), 4.0, full=True, num_minibatches=0)  # a stream's rest
-    recorder.note(epoch=0, loss=1.0, num_samples=8, seconds=3.0, full=True)
-    assert recorder.summary(worker())["bubble_fraction"] == pytest.approx(0.5)  # 1.5 s of 3
-    assert recorder.traced(worker()).ranks[0].num_minibatches == 2
+    metrics = Metrics()
+    metrics.keep(minibatch(0.0), 4.0, full=True, num_minibatches=2)
+    metrics.keep(minibatch(10.0), 4.0, full=True, num_minibatches=0)  # a stream's rest
+    metrics.note(epoch=0, loss=1.0, num_samples=8, seconds=3.0, full=True)
+    assert metrics.summary(worker())["bubble_fraction"] == pytest.approx(0.5)  # 1.5 s of 3
+    assert metrics.traced(worker()).ranks[0].num_minibatches == 2
 
 
 def test_the_timeline_of_a_stream_is_what_all_ranks_took_notes_of():
-    recorder = Recorder()
+    metrics = Metrics()
     for i in range(3):
-        recorder.keep(minibatch(10.0 * i), 10.0, full=True)
+        metrics.keep(minibatch(10.0 * i), 10.0, full=True)
     two = worker()
     two.plan = Plan((StageSpec(0, 1), StageSpec(1, 2)), "pipedream", num_microbatches=1)
     two.control = SimpleNamespace(gather=lambda mine: [mine, mine[1:]])
-    timeline = recorder.timeline(two)
+    timeline = metrics.timeline(two)
     assert [len(events) for events in timeline.events.values()] == [8, 8]
     assert timeline.events[0][0].start_seconds == 0 and timeline.seconds == pytest.approx(14.0)
     two.control = SimpleNamespace(gather=lambda mine: [mine, mine[:2]])
-    assert recorder.timeline(two).seconds == pytest.approx(14.0)
+    assert metrics.timeline(two).seconds == pytest.approx(14.0)
     two.control = SimpleNamespace(gather=lambda mine: [mine, []])
-    assert recorder.timeline(two) is None and recorder.traced(two) is None
+    assert metrics.timeline(two) is None and metrics.traced(two) is None
     two.control = SimpleNamespace(gather=lambda mine: None)  # another rank than 0
-    assert recorder.timeline(two) is None and recorder.traced(two) is None and recorder.summary(two) is None
+    assert metrics.timeline(two) is None and metrics.traced(two) is None and metrics.summary(two) is None
 
 
 def test_what_no_instruction_took_is_other_and_never_negative():
@@ -203,17 +203,17 @@ def test_one_long_minibatch_does_not_count():
 
 
 def test_a_run_that_goes_on_adds_to_the_past():
-    recorder = Recorder()
-    assert recorder.past() == Past()
-    recorder.note(epoch=0, loss=5.0, num_samples=8, seconds=1.0, full=True)
-    recorder.note(epoch=0, loss=4.0, num_samples=3, seconds=1.0, full=False)
-    recorder.end_epoch({"seconds": 2.0, "validation": {"accuracy": 0.25}})
-    recorder.end_epoch({"seconds": 3.0})
-    assert not recorder.has_reached_target
-    recorder.reach_target(epochs=2)
+    metrics = Metrics()
+    assert metrics.past() == Past()
+    metrics.note(epoch=0, loss=5.0, num_samples=8, seconds=1.0, full=True)
+    metrics.note(epoch=0, loss=4.0, num_samples=3, seconds=1.0, full=False)
+    metrics.end_epoch({"seconds": 2.0, "validation": {"accuracy": 0.25}})
+    metrics.end_epoch({"seconds": 3.0})
+    assert not metrics.has_reached_target
+    metrics.reach_target(epochs=2)
     past = Past(2, 5.0, 4.0, 8, 5.0, {"accuracy": 0.25}, (2, 5.0))
-    assert recorder.past() == past
-    again = Recorder()
+    assert metrics.past() == past
+    again = Metrics()
     again.note(epoch=7, loss=9.0, num_samples=99, seconds=1.0, full=True)  # forgotten
     again.continue_from(past)
     assert again.past() == past and again.has_reached_target

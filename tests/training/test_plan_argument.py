@@ -53,14 +53,14 @@ class Centred(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_nothing_is_shared_out_by_choice_where_an_optimizer_needs_whole_parameters(make, capsys):
+def test_nothing_is_sharded_by_choice_where_an_optimizer_needs_whole_parameters(make, capsys):
     trainer = make(plan="auto", zero="auto", optimizer=partial(Centred, lr=0.1))
     trainer.prepare(data(8))
     assert trainer._planner._request.zero == 0
-    told = "replicas share out no update: Centred updates a part of a parameter otherwise than the whole"
+    told = "replicas shard no update: Centred updates a part of a parameter otherwise than the whole"
     assert told in capsys.readouterr().err
     make(plan="auto", zero="auto").prepare(data(8))
-    assert "share out" not in capsys.readouterr().err
+    assert "shard" not in capsys.readouterr().err
 
 
 def test_measuring_the_model_leaves_the_first_minibatch_alone(make):

@@ -84,7 +84,7 @@ KINDS = {
     ),
     "hidden": (Cached, of_logits, r"^the model's output holds .* no pytree \(pass use_cache=False\)"),
     "aliasing": (Aliases, None, r"^test_refusals.py:\d+: writes to memory .* \(write out of place\)"),
-    "vmap": (refused.Maps, None, HERE + r"vmap or grad outside the units \(call it inside a module\)"),
+    "vmap": (refused.Maps, None, HERE + r"vmap or grad outside leaf modules \(call it inside a module\)"),
     "attribute": (
         refused.KeepsAuxiliary,
         of_auxiliary,

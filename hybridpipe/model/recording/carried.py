@@ -1,7 +1,7 @@
 """Carried: attributes and globals that a forward changes from call to call, which slices would not change.
 
-Knows modules and lines of the user's code. Invariant: what units do to attributes while they are called does
-not count, since they do it in every run.
+Knows modules and lines of the user's code. Invariant: what leaf modules do to attributes while they are
+called does not count, since they do it in every run.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,12 +20,12 @@ class Carried:
     """The attributes of the modules that are opened, during one forward.
 
     Attributes:
-        changed: those that the forward has changed outside units and not restored, and globals that its code
-            names, each with the line before which it did so. Tensors count as all alike.
+        changed: those that the forward has changed outside leaf modules and not restored, and globals that
+            its code names, each with the line before which it did so. Tensors count as all alike.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
-        called = {id(part) for unit in units for part in unit.modules()}
+    def __init__(self, model: nn.Module, leaf_modules: Iterable[nn.Module]) -> None:
+        called = {id(part) for module in leaf_modules for part in module.modules()}
         self._opened = {path: each for path, each in model.named_modules() if id(each) not in called}
         self.changed: dict[Name, str] = {}
         self._first = self._last = self._present()

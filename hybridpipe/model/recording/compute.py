@@ -1,7 +1,7 @@
 """Compute: what a call gives during a recording: real tensors, or fake ones that have shapes only.
 
 Knows one event and torch's fake tensors, and no model.
-Invariant: free glue is computed for real, since guards read it; a unit only on random numbers.
+Invariant: free glue is computed for real, since guards read it; a leaf module only on random numbers.
 """
 
 import logging
@@ -48,7 +48,7 @@ def compute(
     except Unsplittable:
         raise
     except Exception as error:  # routing by data, or an operator that does not know its shapes
-        if event.is_unit:
+        if event.is_module:
             return _on_random_numbers(event, call, args, kwargs, fake, watch)
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             raise reads_data(event.where, event.name) from None
@@ -58,7 +58,7 @@ def compute(
 def _on_random_numbers(
     event: Event, call: Callable[..., Any], args: Any, kwargs: Any, fake: FakeTensorMode, watch: Watch
 ) -> Any:
-    """Run a unit for real, twice, on numbers of which no result may depend that Python learns."""
+    """Run a leaf module for real, twice, on numbers of which no result may depend that Python learns."""
     with watch:
         first = call(*random_like(args), **random_like(kwargs))
         second = call(*random_like(args), **random_like(kwargs))

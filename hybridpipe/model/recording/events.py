@@ -60,7 +60,7 @@ class Weight(str):
     """A parameter or buffer, by its first name in the model."""
 
 
-class Part(str):
+class Submodule(str):
     """A module as an argument of a call, by its path in the model."""
 
 
@@ -145,16 +145,16 @@ class ValueInfo:
 
 @dataclass
 class Event:
-    """A call of a unit, or of a torch function between units (glue).
+    """A call of a leaf module, or of a torch function between leaf modules (glue).
 
     Attributes:
-        name: the unit's path, or the function's name.
-        function: the torch function; None: a unit.
+        name: the leaf module's path, or the function's name.
+        function: the torch function; None: a leaf module.
         spec: tree of `(args, kwargs)`, whose leaves are `arguments`.
         ambient: contexts around the call.
         where: line of the user's forward, such as "model.py:123".
         call: number of this call among those of the name, from 0.
-        arguments: each a Value, Weight, Part, Constant or plain Python.
+        arguments: each a Value, Weight, Submodule, Constant or plain Python.
         results: for each leaf of the result its new Value; None: an old tensor, or no tensor.
         facts: of each leaf of the result, what Python may learn from it: a shape or a number.
         draws: draws random numbers from torch's generators.
@@ -184,8 +184,8 @@ class Event:
     view: Value | None = None
 
     @property
-    def is_unit(self) -> bool:
-        """True for the call of a unit."""
+    def is_module(self) -> bool:
+        """True for the call of a leaf module."""
         return self.function is None
 
     @cached_property
@@ -215,7 +215,7 @@ class Event:
             str(self.spec),
             self.ambient,
             self.results,
-            [] if self.is_unit else self.facts,
+            [] if self.is_module else self.facts,
             sorted(map(str, self.changes)),
         )
 

@@ -21,18 +21,18 @@ from hybridpipe.model.recording.births import Births
 from hybridpipe.model.recording.carried import Name, refuse_carried
 from hybridpipe.model.recording.compute import random_like
 from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments, line_of
+from hybridpipe.model.recording.leaf_modules import has_hooks, leaf_modules_of
 from hybridpipe.model.recording.reads import LossReads
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.recorder import Recorder
 from hybridpipe.model.recording.refusals import hooked_and_opened, random_path
 from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.recording.surroundings import Surroundings
-from hybridpipe.model.recording.units import has_hooks, units_of
 from hybridpipe.model.recording.watch import Watch
 from hybridpipe.model.tensors import map_tensors, tensors_in
 from hybridpipe.types import Loss
 
-MOST_RECORDINGS = 16  # each opens units, or is compared with the one before
+MOST_RECORDINGS = 16  # each opens leaf modules, or is compared with the one before
 MOST_THAT_DIFFER = 4  # lazily made attributes let the second differ from the first
 DRAWS_TRIED = 64  # of guards that follow from random numbers
 ANOTHER_DRAW = 0x9E3779B97F4A7C15
@@ -64,8 +64,9 @@ def record(
 ) -> Record:
     """Record a model's forward.
 
-    Units compute shapes only, glue that follows from the inputs alone computes for real. A unit without
-    known shapes runs on random numbers. A forward whose glue fake tensors cannot run is recorded for real.
+    Leaf modules compute shapes only, glue that follows from the inputs alone computes for real. A leaf module
+    without known shapes runs on random numbers. A forward whose glue fake tensors cannot run is recorded for
+    real.
     Parameters and buffers on the meta device need no numbers. A loss gets random numbers in place of what the
     model returns; where it fails on them, all is recorded for real.
 
@@ -126,7 +127,7 @@ def _checked(task: _Task, fake: FakeTensorMode | None) -> Record:
 
 
 def _agreeing(task: _Task, fake: FakeTensorMode | None, begin: Surroundings) -> tuple[Record, Recorder]:
-    """Record until no tensor escapes from a unit, and two recordings agree.
+    """Record until no tensor escapes from a leaf module, and two recordings agree.
 
     Args:
         begin: where each series of recordings begins.
@@ -137,16 +138,16 @@ def _agreeing(task: _Task, fake: FakeTensorMode | None, begin: Surroundings) -> 
     carried: Mapping[Name, str] = {}
     earlier = Births()
     for _ in range(MOST_RECORDINGS):
-        units = units_of(task.model, opened, task.share)
-        _refuse_hooks(task.hooked, units)
-        recorder = Recorder(task.model, units, task.watch, fake, earlier)
+        leaf_modules = leaf_modules_of(task.model, opened, task.share)
+        _refuse_hooks(task.hooked, leaf_modules)
+        recorder = Recorder(task.model, leaf_modules, task.watch, fake, earlier)
         with task.precision.recording():
             found = recorder.run(task.args, task.kwargs)
         task.watch.restore()
         earlier.include(recorder.born)
         if recorder.escapes:
             opened, before = opened | recorder.escapes, []
-            begin.restore()  # else what a unit has kept would be there already
+            begin.restore()  # else what a leaf module has kept would be there already
             continue
         found.opened = opened
         signature = found.signature()
@@ -158,13 +159,13 @@ def _agreeing(task: _Task, fake: FakeTensorMode | None, begin: Surroundings) -> 
         if differing == MOST_THAT_DIFFER:
             raise Unsplittable(_difference(found, before, signature))
         before = signature
-    unit, reason = next(reversed(opened.items()))
-    raise Unsplittable(f"{reason} ({unit}, and {len(opened) - 1} units before)")
+    module, reason = next(reversed(opened.items()))
+    raise Unsplittable(f"{reason} ({module}, and {len(opened) - 1} leaf modules before)")
 
 
-def _refuse_hooks(hooked: Mapping[str, nn.Module], units: Mapping[str, nn.Module]) -> None:
+def _refuse_hooks(hooked: Mapping[str, nn.Module], leaf_modules: Mapping[str, nn.Module]) -> None:
     """Refuse the user's hooks on a module that is opened: slices call its parts only."""
-    called = {id(part) for unit in units.values() for part in unit.modules()}
+    called = {id(part) for module in leaf_modules.values() for part in module.modules()}
     for path, module in hooked.items():
         if id(module) not in called:
             raise hooked_and_opened(path, type(module).__name__)

@@ -27,7 +27,7 @@ from hybridpipe.model.recording.events import (
 )
 from hybridpipe.model.recording.refusals import reads_data
 
-RANGE = ".."  # in the name of a layer of several units
+RANGE = ".."  # in the name of a layer of several leaf modules
 
 
 class Crossing(NamedTuple):
@@ -49,15 +49,15 @@ class RecordedLayer:
     Attributes:
         start: index of its first event.
         stop: index behind its last event.
-        name: label of its only unit call, "first..last" of several; with "#2" for a second call.
-        units: paths of the units that it calls.
+        name: label of its only leaf module call, "first..last" of several; with "#2" for a second call.
+        leaf_modules: paths of the leaf modules that it calls.
         weights: parameters and buffers that it uses, free glue left out.
     """
 
     start: int
     stop: int
     name: str
-    units: tuple[str, ...]
+    leaf_modules: tuple[str, ...]
     weights: tuple[str, ...]
 
 
@@ -74,7 +74,7 @@ class Record:
         assigned: buffers that glue replaces, and by what.
         parameters: names of the model's parameters.
         base: contexts around the whole forward; those of an event are entered where they differ.
-        opened: reason, with the user's line, of each unit that the forward opens.
+        opened: reason, with the user's line, of each leaf module that the forward opens.
         overwritten: first line that writes to a parameter, of each one that gets a gradient.
 
     Raises:
@@ -336,9 +336,9 @@ class Record:
 
     @cached_property
     def layers(self) -> tuple[RecordedLayer, ...]:
-        """Events between candidate cuts: the allowed place of fewest bytes between each two unit calls."""
-        units = [i for i, event in enumerate(self.events) if event.is_unit]
-        cuts = [self._best_cut(range(a + 1, b + 1)) for a, b in itertools.pairwise(units)]
+        """Events between candidate cuts: the allowed place of fewest bytes between leaf modules' calls."""
+        calls = [i for i, event in enumerate(self.events) if event.is_module]
+        cuts = [self._best_cut(range(a + 1, b + 1)) for a, b in itertools.pairwise(calls)]
         bounds = [0, *(cut for cut in cuts if cut is not None), len(self.events)]
         return tuple(self._layer(start, stop) for start, stop in itertools.pairwise(bounds))
 
@@ -353,19 +353,19 @@ class Record:
 
     def _layer(self, start: int, stop: int) -> RecordedLayer:
         events = self.events[start:stop]
-        calls = [event for event in events if event.is_unit]
+        calls = [event for event in events if event.is_module]
         names = [calls[0].label, calls[-1].label] if calls else ["forward"]
         weights = {weight for event in events if not event.free for weight in event.weights}
         return RecordedLayer(
             start=start,
             stop=stop,
             name=RANGE.join(dict.fromkeys(names)),
-            units=tuple(dict.fromkeys(event.name for event in calls)),
+            leaf_modules=tuple(dict.fromkeys(event.name for event in calls)),
             weights=tuple(sorted(map(str, weights))),
         )
 
     def cut(self, name: str) -> int:
-        """Return the index of the first event of the layer that begins with this name's first unit call.
+        """Return the index of the first event of the layer that begins with this name's first call.
 
         Raises:
             Unsplittable: no layer of this record begins there.

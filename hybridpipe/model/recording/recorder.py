@@ -29,7 +29,7 @@ from hybridpipe.model.recording.events import (
     Ambient,
     Constant,
     Event,
-    Part,
+    Submodule,
     Unsplittable,
     Value,
     ValueInfo,
@@ -55,7 +55,7 @@ class Recorder(TorchFunctionMode):
     """Records one forward.
 
     Attributes:
-        escapes: reason for each unit that must be opened, with the user's line.
+        escapes: reason for each leaf module that must be opened, with the user's line.
         outputs: what the forward returned.
         born: of each tensor that is made, whether inside an event or as its result, and of inputs.
     """
@@ -63,7 +63,7 @@ class Recorder(TorchFunctionMode):
     def __init__(
         self,
         model: nn.Module,
-        units: Mapping[str, nn.Module],
+        leaf_modules: Mapping[str, nn.Module],
         watch: Watch,
         fake: FakeTensorMode | None,
         earlier: Births,
@@ -71,7 +71,7 @@ class Recorder(TorchFunctionMode):
         """Prepare a recording.
 
         Args:
-            units: modules to call whole, by path.
+            leaf_modules: modules to call whole, by path.
             watch: what operators do.
             fake: computes the shapes of all that is not free; None: everything is computed.
             earlier: `born` of the recordings before.
@@ -79,10 +79,10 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.escapes: dict[str, str] = {}
         self.outputs: Any = None
-        self._model, self._units, self._watch, self._fake = model, units, watch, fake
+        self._model, self._leaf_modules, self._watch, self._fake = model, leaf_modules, watch, fake
         self.born, self._earlier = Births(), earlier
-        self._paths = {id(module): path for path, module in units.items()}
-        self._parts = {id(module): Part(path) for path, module in model.named_modules()}
+        self._paths = {id(module): path for path, module in leaf_modules.items()}
+        self._submodules = {id(module): Submodule(path) for path, module in model.named_modules()}
         self._parameters = {id(tensor): Weight(name) for name, tensor in model.named_parameters()}
         self._names = self._parameters | {id(tensor): Weight(name) for name, tensor in model.named_buffers()}
         self._buffers = {Weight(name) for name, _ in model.named_buffers()}
@@ -102,7 +102,7 @@ class Recorder(TorchFunctionMode):
         self._touched: set[Weight] = set()  # weights used inside the present event
         self._calls: Counter[str] = Counter()
         self._regions: list[Any] = []  # the hooks of each checkpoint region
-        self.carried = Carried(model, units.values())
+        self.carried = Carried(model, leaf_modules.values())
         self._python_state, self._torch_state = _python_state(), torch.get_rng_state()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
@@ -146,8 +146,8 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def _intercepted(self) -> Iterator[None]:
-        """See calls of units and of custom autograd functions, which a function mode does not see as such."""
-        classes = {type(module): type(module).__dict__.get("__call__") for module in self._units.values()}
+        """See calls of leaf modules and of custom autograd functions, which a function mode does not see."""
+        classes = {type(each): vars(type(each)).get("__call__") for each in self._leaf_modules.values()}
         apply = torch.autograd.Function.__dict__["apply"]
 
         def function_call(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +155,7 @@ class Recorder(TorchFunctionMode):
             return self._whole(f"{cls.__name__}.apply", bound, bound, args, kwargs)
 
         for cls in classes:
-            cls.__call__ = self._unit_call(cls.__call__)  # type: ignore[method-assign]
+            cls.__call__ = self._leaf_module_call(cls.__call__)  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(function_call)  # type: ignore[assignment]
         try:
             yield
@@ -167,7 +167,7 @@ class Recorder(TorchFunctionMode):
                 else:
                     cls.__call__ = own  # type: ignore[method-assign]
 
-    def _unit_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _leaf_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self._paths.get(id(module))
             if path is None:
@@ -189,7 +189,7 @@ class Recorder(TorchFunctionMode):
             return self._event(name, function, call, args, kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record a function between units; inside an event, note what it makes and which weights it uses."""
+        """Record a function between leaf modules; inside an event, note results and weights."""
         kwargs, name, inside = kwargs or {}, _name_of(func), self._inside
         if inside is None:
             return self._event(name, func, func, args, kwargs)
@@ -208,7 +208,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _look(self, inside: Event, tensor: Tensor) -> None:
-        """Open the units between which a tensor goes without being passed."""
+        """Open the leaf modules between which a tensor goes without being passed."""
         if id(tensor) in self._passed or self.born.is_of(tensor, inside):
             return
         if birth := self.born.of(tensor):
@@ -223,9 +223,9 @@ class Recorder(TorchFunctionMode):
             raise refusals.left_earlier(line_of_forward(), inside.name, birth.event.name)
 
     def _open(self, event: Event, reason: str) -> None:
-        """Open a unit, or refuse a function."""
+        """Open a leaf module, or refuse a function."""
         line = line_of_forward()
-        if event.name not in self._units:
+        if event.name not in self._leaf_modules:
             raise Unsplittable(f"{line}: {event.name}: {reason}")
         self.escapes[event.name] = f"{line}: {reason}"
 
@@ -235,7 +235,7 @@ class Recorder(TorchFunctionMode):
         if name in UNRECORDED:
             return call(*args, **kwargs)
         if name in TENSOR_HOOKS:
-            raise Unsplittable(f"{line_of_forward()}: {name} outside the units (call it inside a module)")
+            raise Unsplittable(f"{line_of_forward()}: {name} outside leaf modules (call it inside a module)")
         if name == "backward":
             raise refusals.calls_backward(line_of_forward())
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -247,7 +247,7 @@ class Recorder(TorchFunctionMode):
         event.weights = set().union(*map(self._weights_in, event.arguments))
         if name in CHANGERS and event.arguments[0].__class__ is not Value:
             raise refusals.changes_weight(line, name)
-        if event.is_unit:
+        if event.is_module:
             event.weights |= self._own[name]
         event.free = self._may_be_free(event)
         out = self._run(event, call, args, kwargs)
@@ -258,10 +258,10 @@ class Recorder(TorchFunctionMode):
         self._refuse_unseen(event, leaves)
         if not (tensors_in(results) or event.changes or event.checked):
             return out  # a shape or a type: a constant of this record
-        if event.checked and not event.free and not event.is_unit:
+        if event.checked and not event.free and not event.is_module:
             raise refusals.reads_data(line, name)
-        self._refuse_hidden(leaves, f"{line}: an argument of {name}", name if event.is_unit else None)
-        if not event.is_unit:
+        self._refuse_hidden(leaves, f"{line}: an argument of {name}", name if event.is_module else None)
+        if not event.is_module:
             self._refuse_hidden(results, f"{line}: the result of {name}")
         self._write_down(event, results)
         return out
@@ -297,14 +297,14 @@ class Recorder(TorchFunctionMode):
         event.draws = watch.draws
         event.free = self._may_be_free(event)
         numbers = any(isinstance(result, int | float) for result in results)
-        event.checked = watch.reads or event.name in READERS or (event.is_unit and numbers)
+        event.checked = watch.reads or event.name in READERS or (event.is_module and numbers)
 
     def _place_touched(self, event: Event) -> None:
-        """Open a unit, and refuse a function, that uses weights which are not its own."""
-        for part in (argument for argument in event.arguments if argument.__class__ is Part):
-            event.weights |= self._own[part]
+        """Open a leaf module, and refuse a function, that uses weights which are not its own."""
+        for submodule in (argument for argument in event.arguments if argument.__class__ is Submodule):
+            event.weights |= self._own[submodule]
         foreign = self._touched - event.weights
-        if foreign and event.is_unit:
+        if foreign and event.is_module:
             self.escapes[event.name] = f"{event.where}: it uses {min(foreign)}, which is not its own"
         elif foreign:
             hint = " (use_reentrant=False)" if event.name == "CheckpointFunction.apply" else ""
@@ -316,7 +316,8 @@ class Recorder(TorchFunctionMode):
         event.results = [None if tensor is None else self._new(tensor, index, event) for tensor in tensors]
         event.facts = list(map(fact, results))
         made = tensors_in(results)
-        if not event.is_unit and len(set(event.uses)) == 1 and made and not (event.weights or event.changes):
+        alone = len(set(event.uses)) == 1 and not (event.weights or event.changes)
+        if alone and made and not event.is_module:
             base = event.uses[0]
             shared = {*map(self._watch.storage, made)} == {self._values[base].storage}
             event.view = base if shared else None
@@ -331,7 +332,7 @@ class Recorder(TorchFunctionMode):
     def _may_be_free(self, event: Event) -> bool:
         makers = (self._values[value].maker for value in event.uses)
         return (
-            not event.is_unit
+            not event.is_module
             and event.weights <= self._buffers
             and not event.changes & self._buffers
             and all(maker < 0 or self._events[maker].free for maker in makers)
@@ -346,7 +347,7 @@ class Recorder(TorchFunctionMode):
         if hooks is None:
             return Ambient.now()
         if "checkpoint" not in hooks[0].__qualname__:
-            raise Unsplittable(f"{line_of_forward()}: saved_tensors_hooks outside the units")
+            raise Unsplittable(f"{line_of_forward()}: saved_tensors_hooks outside leaf modules")
         if hooks[0] not in self._regions:
             self._regions.append(hooks[0])
         return Ambient.now(1 + self._regions.index(hooks[0]))
@@ -370,11 +371,11 @@ class Recorder(TorchFunctionMode):
     def _reference(self, leaf: Any) -> Any:
         """Return an argument as an event holds it."""
         if isinstance(leaf, nn.Module):
-            if id(leaf) not in self._parts:
+            if id(leaf) not in self._submodules:
                 raise Unsplittable(
                     f"{line_of_forward()}: a {type(leaf).__name__} that is no part of the model"
                 )
-            return self._parts[id(leaf)]
+            return self._submodules[id(leaf)]
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) in self._known:
@@ -394,10 +395,10 @@ class Recorder(TorchFunctionMode):
 
     def _found(self, tensor: Tensor) -> Constant:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            what = "vmap or grad outside the units"
+            what = "vmap or grad outside leaf modules"
             raise Unsplittable(f"{line_of_forward()}: {what} (call it inside a module)")
         birth = self.born.of(tensor)
-        if birth is not None and birth.event.name in self._units:
+        if birth is not None and birth.event.name in self._leaf_modules:
             self._open(birth.event, "a tensor made inside is used without being returned")
         elif (
             birth is not None
@@ -417,7 +418,7 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_unseen(self, event: Event, leaves: list[Any]) -> None:
         """Refuse glue whose effect a later run on another rank would not see."""
-        if event.is_unit:
+        if event.is_module:
             return
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             raise Unsplittable(
@@ -430,12 +431,12 @@ class Recorder(TorchFunctionMode):
                 f"{event.where}: {event.name} writes to a tensor that is no buffer (register it as one)"
             )
 
-    def _refuse_hidden(self, leaves: list[Any], what: str, unit: str | None = None) -> None:
-        """Refuse tensors in objects that are no pytrees; a unit that takes some is opened."""
+    def _refuse_hidden(self, leaves: list[Any], what: str, module: str | None = None) -> None:
+        """Refuse tensors in objects that are no pytrees; a leaf module that takes some is opened."""
         for leaf in filter(_hides, leaves):
-            if unit is None:
+            if module is None:
                 raise refusals.hides_tensors(what, type(leaf).__name__)
-            self.escapes[unit] = f"{line_of_forward()}: it takes tensors in a {type(leaf).__name__}"
+            self.escapes[module] = f"{line_of_forward()}: it takes tensors in a {type(leaf).__name__}"
 
     def _refuse_python_draws(self, line: str) -> None:
         if not torch.equal(torch.get_rng_state(), self._torch_state):
@@ -444,8 +445,8 @@ class Recorder(TorchFunctionMode):
             )
         if _python_state() != self._python_state:
             raise Unsplittable(
-                f"{line}: before it the forward draws Python's or NumPy's random numbers outside its units "
-                "(use torch's, such as torch.rand or F.dropout)"
+                f"{line}: before it the forward draws Python's or NumPy's random numbers outside its leaf "
+                "modules (use torch's, such as torch.rand or F.dropout)"
             )
 
     def _assigned(self, before: Mapping[str, Mapping[str, Tensor | None]]) -> list[tuple[Weight, Value]]:
@@ -459,9 +460,9 @@ class Recorder(TorchFunctionMode):
                 maker = "" if birth is None else birth.event.name
                 if id(buffer) in self._known:
                     assigned.append((weight, self._known[id(buffer)]))
-                elif birth is None or maker not in self._units:
+                elif birth is None or maker not in self._leaf_modules:
                     raise Unsplittable(f"the forward sets {weight} to a tensor that it does not compute")
-                elif not f"{path}.".startswith(f"{maker}."):  # else the unit does so in every run
+                elif not f"{path}.".startswith(f"{maker}."):  # else the leaf module does so in every run
                     self.escapes[maker] = f"a tensor made inside becomes {weight}"
         return assigned
 

@@ -23,7 +23,9 @@ from hybridpipe.model.rng import preserved_state
 from hybridpipe.types import Loss
 
 CPU = torch.device("cpu")
-SHARE = 1 / 4  # of the parameters: a larger unit hinders four ranks' balance; an event takes 5 us (docs/log)
+SHARE = (
+    1 / 4
+)  # of the parameters: a larger module hinders four ranks' balance; an event takes 5 us (docs/log)
 MOST_SHAPES = 512  # of which records are kept
 WHOLE = 1.0  # no module is opened for its size
 
@@ -109,7 +111,7 @@ class Records:
         return found
 
     def _opening(self, made: Callable[..., Record]) -> Record:
-        """Record with large units opened; with whole ones if that fails."""
+        """Record with large leaf modules opened; with whole ones if that fails."""
         try:
             return made(share=self._share)
         except Unsplittable:

@@ -1,7 +1,7 @@
 """Slices: a part of a record's events, run with real tensors.
 
 Knows a record, and asks a `Lookup` for modules, parameters and buffers by name.
-Invariant: guards run before anything that has an effect, and no Python of the user's runs outside units.
+Invariant: guards run before anything that has an effect, and no user Python runs outside leaf modules.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from hybridpipe.model.recording.events import (
     Constant,
     Diverged,
     Event,
-    Part,
+    Submodule,
     Unsplittable,
     Value,
     Weight,
@@ -36,7 +36,7 @@ Call = Callable[[list[Any]], Any]
 class Lookup(Protocol):
     """Finds a model's parts by name."""
 
-    def unit(self, path: str) -> nn.Module:
+    def module(self, path: str) -> nn.Module:
         """Return a module; asked once."""
 
     def weight(self, name: str) -> Tensor:
@@ -53,7 +53,7 @@ class ModelLookup:
         self._model = model
         self._owners: dict[str, tuple[nn.Module, str]] = {}
 
-    def unit(self, path: str) -> nn.Module:
+    def module(self, path: str) -> nn.Module:
         """Return a module."""
         return self._model.get_submodule(path)
 
@@ -103,7 +103,7 @@ class Slice:
         gives: values that the next slice takes; none for the last, which returns the model's output.
         free: events that follow from the inputs alone, those among them that it runs.
         needs: indices of the leaves of the model's inputs that it uses, or the guards do.
-        units: paths of the modules that it calls, or passes to a call.
+        leaf_modules: paths of the modules that it calls, or passes to a call.
         weights: names of the parameters and buffers that it uses.
     """
 
@@ -144,9 +144,9 @@ class Slice:
         self._copied = {i for i in self.needs if record.storage(record.inputs[i]) in record.rewritten()}
         makers = set(chosen)
         self._assigned = [(w, v) for w, v in record.assigned if record.values[v].maker in makers]
-        parts = (leaf for event in events for leaf in event.arguments if leaf.__class__ is Part)
-        units = (event.name for event in events if event.is_unit)
-        self.units = tuple(dict.fromkeys(map(str, itertools.chain(units, parts))))
+        submodules = (leaf for event in events for leaf in event.arguments if leaf.__class__ is Submodule)
+        leaf_modules = (event.name for event in events if event.is_module)
+        self.leaf_modules = tuple(dict.fromkeys(map(str, itertools.chain(leaf_modules, submodules))))
         weights = {weight for event in events for weight in event.weights}
         returned = {leaf for leaf in record.outputs if self.last and leaf.__class__ is Weight}
         self.weights = tuple(sorted({*map(str, weights | returned), *(w for w, _ in self._assigned)}))
@@ -164,7 +164,7 @@ class Slice:
 
     @property
     def checkpointed(self) -> bool:
-        """True if the user's forward checkpoints a part, so that units run again in the backward."""
+        """True if the user's forward checkpoints a part, so that leaf modules run again in the backward."""
         return any(ambient.checkpointed for ambient, _ in self._segments)
 
     def signature(self) -> str:
@@ -172,8 +172,8 @@ class Slice:
         seen: dict[Any, int] = {}
 
         def described(leaf: Any) -> Any:
-            if leaf.__class__ is Part:
-                return module_signature(self._lookup.unit(leaf))
+            if leaf.__class__ is Submodule:
+                return module_signature(self._lookup.module(leaf))
             if leaf.__class__ is Weight:
                 return seen.setdefault(leaf, len(seen)), tensor_signature(self._lookup.weight(leaf))
             if leaf.__class__ is not Value:
@@ -183,7 +183,7 @@ class Slice:
 
         parts: list[Any] = [self.last, [*map(described, self.takes)]]
         for event in (step.event for _, steps in self._segments for step in steps):
-            what = module_signature(self._lookup.unit(event.name)) if event.is_unit else event.name
+            what = module_signature(self._lookup.module(event.name)) if event.is_module else event.name
             ambient = event.ambient._replace(checkpointed=bool(event.ambient.checkpointed))
             parts.append((what, [*map(described, event.arguments)], str(event.spec), ambient))
         return repr([*parts, [*map(described, self.gives)]])
@@ -201,7 +201,7 @@ class Slice:
 
         Raises:
             Diverged: a guard does not hold; nothing has had an effect yet.
-            Unsplittable: a unit returns another shape or number than recorded.
+            Unsplittable: a leaf module returns another shape or number than recorded.
         """
         values: dict[Key, Any] = {weight: self._lookup.weight(weight) for weight in self._read}
         values.update(zip(self.takes, received, strict=True))
@@ -235,15 +235,15 @@ class Slice:
         return steps[::-1]
 
     def _step(self, event: Event, dead: list[Value]) -> _Step:
-        function = event.function or self._lookup.unit(event.name)
+        function = event.function or self._lookup.module(event.name)
         leaves = [self._known(leaf) for leaf in event.arguments]
         reads = [(i, leaf) for i, leaf in enumerate(leaves) if leaf.__class__ in (Value, Weight)]
         seeds = event.draws or event.draws_python
         return _Step(event, seeds, _calling(function, event.spec), leaves, reads, dead)
 
     def _known(self, leaf: Any) -> Any:
-        if leaf.__class__ is Part:
-            return self._lookup.unit(leaf)
+        if leaf.__class__ is Submodule:
+            return self._lookup.module(leaf)
         if isinstance(leaf, torch.device):
             return self._device or leaf
         return leaf.tensor if isinstance(leaf, Constant) else leaf

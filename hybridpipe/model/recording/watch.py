@@ -1,4 +1,4 @@
-"""Watch: what the operators of an event do, seen at torch's dispatcher, below views and inside units.
+"""Watch: what the operators of an event do, seen at torch's dispatcher, below views and inside leaf modules.
 
 Knows operators by their schemas and tags, and no events.
 Invariant: the numbers of a model's tensor are copied before the first operator writes to them.

@@ -25,8 +25,8 @@ synchronous minibatch of M microbatches the formula is
     s   the part of the sum from the stage to the end: the way of a microbatch there and back
     h   the microbatches that a replica may have on that way (`round_trips`)
 
-Where replicas share out their update (`StageSpec.zero`), a step takes a part of the time that the whole one
-does. Where they share out gradients, too, each microbatch has a reduction, and its backward all products: the
+Where replicas shard their update (`StageSpec.zero`), a step takes a part of the time that the whole one
+does. Where they shard gradients, too, each microbatch has a reduction, and its backward all products: the
 stage in the maximum has (ceil(M/m) - 1) (w + e).
 
 The last line matters where links are slow: a replica of 1F1B that has h microbatches on their way computes no
@@ -67,7 +67,7 @@ from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, in_flight, per_update
 from hybridpipe.planning.schedules.registry import TRAITS
-from hybridpipe.planning.sharing import counted_bytes, exchange_of, exchanged_bytes
+from hybridpipe.planning.shared_parameters import counted_bytes, exchange_of, exchanged_bytes
 
 # One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses no more
 # than that (optim/gradient_sync.py). Smaller buckets start earlier, larger ones pay latency less often: 2 MiB
@@ -420,7 +420,7 @@ def held_until_gradients(
 ) -> int:
     """Return the microbatches that a replica has on the way from its stage to the end and back.
 
-    They are about as many as there are ranks from the stage to the end, shared out among its replicas. That
+    They are about as many as there are ranks from the stage to the end, divided among its replicas. That
     is `in_flight` without its rounding up at every stage.
 
     Args:

@@ -8,7 +8,7 @@ schedule has one version of the weights. PipeDream has one for each microbatch i
 3.3), with vertical sync one for each version that the input stage still uses. 2BW has two (ICML 2021, section
 3.1). A version counts as large as the parameters, also where precision keeps the half of it. With
 recomputation a microbatch keeps only its input until its backward begins (GPipe, Huang et al. 2019, section
-2.3). Replicas may share out the optimizer's state and the gradients (`StageSpec.zero`); of whole gradients
+2.3). Replicas may shard the optimizer's state and the gradients (`StageSpec.zero`); of whole gradients
 there are then those of a few buckets. Where backwards are split, a microbatch keeps until the weights' half
 what gradients of weights are computed from, where the profile says so (`LayerProfile.split_bytes`), or else
 its stash.
@@ -37,8 +37,8 @@ from hybridpipe.planning.schedules.generators import (
     weight_lags,
 )
 from hybridpipe.planning.schedules.instructions import Backward, BackwardInput, BackwardWeight, Forward, Step
-from hybridpipe.planning.sharing import counted_bytes, exchanged_bytes
-from hybridpipe.planning.timeline import Event, Timeline
+from hybridpipe.planning.shared_parameters import counted_bytes, exchanged_bytes
+from hybridpipe.planning.timeline import Timeline, TimelineEvent
 
 # Steps of a rank's memory over time: (seconds, bytes from then on), in order.
 Curve = tuple[tuple[float, int], ...]
@@ -46,7 +46,7 @@ Curve = tuple[tuple[float, int], ...]
 # The largest fusion buffer, into which Horovod copies small gradients (`collectives.horovod` sets it).
 FUSION_BYTES = BUCKET_BYTES
 
-# Buckets whose gradients are whole where replicas share out gradients: two being reduced, one being filled.
+# Buckets whose gradients are whole where replicas shard gradients: two being reduced, one being filled.
 IN_FLIGHT_BUCKETS = 3
 
 # Receives posted beyond the one that a rank waits for: enough that the next message of either neighbour moves
@@ -127,7 +127,7 @@ def stage_memory(
         kept: frozen weights and inputs for deferred products (`LayerProfile.always`), and messages with
             gradients of shared parameters, one sent and one received for each other group of ranks.
         split: of a microbatch between the halves of a split backward.
-        zero: what replicas share out (`Plan.zero_of`).
+        zero: what replicas shard (`Plan.zero_of`).
         scatters: they reduce by reduce-scatters, whose sums are new memory: a share of what is reduced.
         workspace: what passes have for a moment, beyond the stash (`workspace_bytes`).
         largest: the largest parameter.
@@ -343,7 +343,7 @@ def curves(profile: ModelProfile, plan: Plan, timeline: Timeline) -> dict[int, C
 
 
 def _steps(
-    profile: ModelProfile, plan: Plan, group: int, events: tuple[Event, ...]
+    profile: ModelProfile, plan: Plan, group: int, events: tuple[TimelineEvent, ...]
 ) -> Iterator[tuple[float, int]]:
     stages = _stages(profile, plan, plan.held_stages(Place(group, 0)))
     resident = int(_resident(stages, plan.replicas[group]))

@@ -65,7 +65,7 @@ def _stretches(
 _Way = tuple[int, "_Way"] | None  # the last layer, and the way to it
 
 
-class _State(NamedTuple):
+class _Prefix(NamedTuple):
     """Finished layers of a stretch, and the best way to them; sets of layers are bits."""
 
     done: int
@@ -106,7 +106,7 @@ def _narrowest(
     ]
 
     ready = sum(1 << i for i, needed in enumerate(needs) if not needed)
-    states = {0: _State(0, ready, alive=0, total=0, way=None)}
+    states = {0: _Prefix(0, ready, alive=0, total=0, way=None)}
     for i in range(len(stretch)):
         given = states[(1 << i) - 1], i  # the given order is never lost
         best_first = sorted(states.values(), key=attrgetter("total"))
@@ -123,12 +123,12 @@ def _narrowest(
                 alive = state.alive + made[layer] - freed
             total = state.total + alive
             if not known or total < known.total:
-                states[done] = _State(done, ready, alive, total, (layer, state.way))
+                states[done] = _Prefix(done, ready, alive, total, (layer, state.way))
     (state,) = states.values()
     return [stretch[layer] for layer in _way_to(state)]
 
 
-def _way_to(state: _State) -> list[int]:
+def _way_to(state: _Prefix) -> list[int]:
     """Return the layers in the order in which they were finished."""
     layers = []
     way = state.way

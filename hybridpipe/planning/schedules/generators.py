@@ -329,7 +329,7 @@ def _alternate(microbatches: Sequence[int], in_flight: int) -> Iterator[Instruct
         yield Backward(m)
 
 
-class _Rank(NamedTuple):
+class _GeneratorInput(NamedTuple):
     """The input of a generator.
 
     Args:
@@ -353,20 +353,20 @@ class _Rank(NamedTuple):
         return self.in_flight[self.place.stage]
 
 
-def _interleaved_of(rank: _Rank) -> Iterator[Instruction]:
+def _interleaved_of(rank: _GeneratorInput) -> Iterator[Instruction]:
     return interleaved_1f1b(rank.microbatches, rank.place.stage, rank.plan.num_groups, rank.plan.chunks)
 
 
-def _zero_bubble_of(rank: _Rank) -> Iterator[Instruction]:
+def _zero_bubble_of(rank: _GeneratorInput) -> Iterator[Instruction]:
     return zero_bubble(rank.microbatches, rank.held, weight_lags(rank.plan, rank.in_flight)[rank.place.stage])
 
 
-def _pipedream_of(rank: _Rank) -> Iterator[Instruction]:
+def _pipedream_of(rank: _GeneratorInput) -> Iterator[Instruction]:
     replicas = rank.plan.replicas[rank.place.stage]
     return pipedream(rank.microbatches, rank.held, rank.total, replicas)
 
 
-def _two_buffered_of(rank: _Rank) -> Iterator[Instruction]:
+def _two_buffered_of(rank: _GeneratorInput) -> Iterator[Instruction]:
     plan = rank.plan
     counts = zip(rank.in_flight, plan.replicas[: rank.place.stage], strict=False)
     room = min((held * replicas for held, replicas in counts), default=UNLIMITED)
@@ -374,7 +374,7 @@ def _two_buffered_of(rank: _Rank) -> Iterator[Instruction]:
     return two_buffered(rank.microbatches, rank.held, size, ceil_div(rank.total, size), room)
 
 
-GENERATORS: dict[str, Callable[[_Rank], Iterator[Instruction]]] = {
+GENERATORS: dict[str, Callable[[_GeneratorInput], Iterator[Instruction]]] = {
     "1f1b": lambda rank: one_f_one_b(rank.microbatches, rank.held),
     "gpipe": lambda rank: gpipe(rank.microbatches),
     "zero-bubble": _zero_bubble_of,
@@ -389,7 +389,7 @@ def _computing(plan: Plan, count: int) -> Callable[[Place], Iterator[Instruction
     in_flight = () if plan.traits.interleaves else until_backward(plan, count)
 
     def of_rank(place: Place) -> Iterator[Instruction]:
-        computing = GENERATORS[plan.schedule](_Rank(plan, place, count, in_flight))
+        computing = GENERATORS[plan.schedule](_GeneratorInput(plan, place, count, in_flight))
         zero, rounds = plan.zero_of(place.stage), ceil_div(count, plan.replicas[place.stage])
         return add_sharding(computing, zero, plan.scatters(place.stage), rounds) if zero else computing
 

@@ -12,7 +12,7 @@
 
 Pure data. Invariant: a schedule yields only computing instructions, AllReduce and Step. `add_communication`
 adds sends and receives, so that no schedule has to know its neighbours, and `add_sharding` what replicas
-exchange that share out the update.
+exchange that shard the update.
 """
 
 import re
@@ -218,7 +218,7 @@ def parse(word: str) -> Instruction | Load | Products:
 _KINDS: dict[str, Any] = {kind.symbol: kind for kind in (*get_args(Instruction), Load, Products)}
 
 
-class Part(NamedTuple):
+class ProgramPart(NamedTuple):
     """The instructions from one update to the next, the all-gather of the weights included.
 
     Args:
@@ -243,15 +243,15 @@ class RankProgram:
         self.parts = tuple(_parts(instructions))
 
 
-def _parts(program: Program) -> Iterator[Part]:
+def _parts(program: Program) -> Iterator[ProgramPart]:
     start = 0
     for i, instruction in enumerate(program):
         if isinstance(instruction, Step):
             end = i + 1 + (program[i + 1 : i + 2] == (AllGather(),))
-            yield Part(range(start, end), instruction.num_minibatches)
+            yield ProgramPart(range(start, end), instruction.num_minibatches)
             start = end
     if start < len(program):
-        yield Part(range(start, len(program)), 0)
+        yield ProgramPart(range(start, len(program)), 0)
 
 
 def without_update(program: Program) -> Program:
@@ -262,7 +262,7 @@ def without_update(program: Program) -> Program:
 def add_sharding(
     program: Iterable[Instruction], zero: int, scatters: bool, rounds: int
 ) -> Iterator[Instruction]:
-    """Yield the program of a replica that shares out the update with others (`StageSpec.zero`).
+    """Yield the program of a replica that shards the update with others (`StageSpec.zero`).
 
     Under 2 a reduction follows each backward, and a replica with fewer microbatches joins in the rest.
 

@@ -6,7 +6,7 @@ Pure. Known here are the rules; of the generators only `in_flight_per_stage` and
 - a receive before its use, a send after its source, and an order without deadlock
 - synchronously: one update, at the end. pipedream: one a round of the stage's replicas. pipedream-2bw:
   one a minibatch. Each after exactly its backwards, and where there are replicas after one reduction
-- replicas that share out the update (`StageSpec.zero`): the plan's kind of reduction, under 2 after each
+- replicas that shard the update (`StageSpec.zero`): the plan's kind of reduction, under 2 after each
   backward and equally often on all of them, and the weights gathered after the update. Under 2 a backward may
   wait for those of its round, so that few gradients are in flight
 - pipedream: a forward uses the newest weights (SOSP 2019, section 3.3); with vertical sync the newest that
@@ -109,7 +109,7 @@ def validate(
     for rank, program in programs.items():
         place = plan.place(rank)
         assert place is not None
-        _Rank(plan, rank, place, count, allowed).check(program)
+        _RankCheck(plan, rank, place, count, allowed).check(program)
     _check_progress(
         plan, {rank: _sending_late(plan, rank, each) for rank, each in programs.items()}, synchronous_sends
     )
@@ -127,7 +127,7 @@ def _sending_late(plan: Plan, rank: int, program: Program) -> Program:
     return tuple(late)
 
 
-class _Rank:
+class _RankCheck:
     """One rank's program, read from its start."""
 
     def __init__(self, plan: Plan, rank: int, place: Place, count: int, allowed: tuple[int, ...]) -> None:

@@ -13,12 +13,12 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cluster_transform import with_ranks
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Variant
+from hybridpipe.planning.quantities import size
 from hybridpipe.planning.request import AUTO
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.search.problem import MAX_RANKS, Problem, excess, short_name
 from hybridpipe.planning.search.proposals import proposals
-from hybridpipe.planning.units import size
 
 MAX_ADVISED = 10_000  # layers times ranks; trying remedies for a larger problem takes minutes
 NUM_BISECTIONS = 6  # of a factor: within 4 % where the first guess is ten times off

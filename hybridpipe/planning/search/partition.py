@@ -8,7 +8,7 @@ schedule has no sum. A program over maxima alone finds its optimum at once (as P
 section 3.1), unless its plans wait for gradients: then passes for bounds narrow the optimum down. Plans whose
 ranks hold several stages are found by `interleave`.
 
-Where stages may recompute, or share out their update, each stage of the program is run a way that fits and
+Where stages may recompute, or shard their update, each stage of the program is run a way that fits and
 that no other beats (`variants`), which depends on its layers, replicas and microbatches in flight. So the
 program has hardly more plans to look at.
 
@@ -65,7 +65,7 @@ from hybridpipe.planning.search.placement import (
     shares,
     slot_graph,
 )
-from hybridpipe.planning.search.stage_program import SAME, Path, StageProgram, just_above
+from hybridpipe.planning.search.stage_program import SAME, StagePath, StageProgram, just_above
 from hybridpipe.planning.search.variants import fits_memory, fitted
 
 # Assumed microbatches in flight on each rank behind a stage, tried in order until plans fit. None is the
@@ -301,7 +301,7 @@ class _Search:
         """Walk along the front of a program, and yield `add_path` of each path."""
         return (self.add_path(path, layout, made, line) for made, path in self.walk(program))
 
-    def add_path(self, path: Path, layout: Layout, program: StageProgram, line: tuple[int, ...]) -> bool:
+    def add_path(self, path: StagePath, layout: Layout, program: StageProgram, line: tuple[int, ...]) -> bool:
         """Add the plan of a path. Return True if it fits with its stages run as the program took them."""
         slots = program.graph.slot[path.slots].tolist()
         starts = [len(line) - len(layout.left[slot]) for slot in slots]
@@ -362,7 +362,7 @@ class _Search:
             least /= max(kind.speed for kind in graph.kinds)
         return least
 
-    def walk(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
+    def walk(self, program: StageProgram) -> Iterator[tuple[StageProgram, StagePath]]:
         """Yield plans along the front of sum and maximum, until none can be better than the best."""
         if self.request.traits.is_asynchronous:
             yield from self.walk_asynchronous(program)
@@ -376,7 +376,7 @@ class _Search:
         for limit in limits:
             yield from self.walk_hurried(program, limit)
 
-    def walk_hurried(self, program: StageProgram, limit: float) -> Iterator[tuple[StageProgram, Path]]:
+    def walk_hurried(self, program: StageProgram, limit: float) -> Iterator[tuple[StageProgram, StagePath]]:
         """Yield plans along the front whose updates take less than a limit and are not counted."""
         bound = self.closest.closely - self.least_sum(program.graph)
         hurried = program.updating_within(limit, bound)
@@ -390,7 +390,7 @@ class _Search:
 
     def walk_front(
         self, program: StageProgram, best: Callable[[], float]
-    ) -> Iterator[tuple[StageProgram, Path]]:
+    ) -> Iterator[tuple[StageProgram, StagePath]]:
         """Yield plans along the front until sum and maximum cannot be less than the best."""
         bound = program.bound
         for passes in count():
@@ -401,7 +401,7 @@ class _Search:
             skipped = max(0, passes - PATIENCE) * IMPATIENCE * path.slowest
             bound = min(path.slowest - skipped, best() - path.total)
 
-    def walk_asynchronous(self, program: StageProgram) -> Iterator[tuple[StageProgram, Path]]:
+    def walk_asynchronous(self, program: StageProgram) -> Iterator[tuple[StageProgram, StagePath]]:
         """Yield the best plan, and the shortest ways through the pipeline that are nearly as good.
 
         The formula neglects the queues that form where everything is nearly busy, and a short way has fewer
@@ -431,7 +431,7 @@ class _Search:
         if fewest is not None and len(fewest.slots) == 1:
             return
         programs: dict[tuple[int, ...], StageProgram] = {}
-        tried: list[Path] = []
+        tried: list[StagePath] = []
         for path in short:
             if path is None or path in tried:
                 continue

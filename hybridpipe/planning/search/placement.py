@@ -255,7 +255,7 @@ class SlotGraph:
     batches: list[tuple[int, int]]
 
 
-class _State(NamedTuple):
+class _SlotState(NamedTuple):
     slot: int
     in_flight: int
     can_end: bool
@@ -342,14 +342,14 @@ def _stand(
 
 def _counted(
     layout: Layout, slots: Sequence[int], may_hold: Callable[[int, int], int], held_a_rank: float | None
-) -> list[_State]:
+) -> list[_SlotState]:
     """Return the slots with their microbatches in flight, once for every count.
 
     Args:
         may_hold: the count, from the replicas and the microbatches that all replicas of the next stage hold.
         held_a_rank: as in `slot_graph`.
     """
-    states: list[_State] = []
+    states: list[_SlotState] = []
     states_of: dict[int, range] = {}
     held: list[int] = []  # by all replicas of a state
     for slot in slots:
@@ -367,7 +367,7 @@ def _counted(
                 options.setdefault(may_hold(m, held[state]), []).append(state)
         states_of[slot] = range(len(states), len(states) + len(options))
         for count, behind in sorted(options.items()):
-            states.append(_State(slot, count, can_end and count == last, behind))
+            states.append(_SlotState(slot, count, can_end and count == last, behind))
             held.append(m * count)
     return states
 

@@ -14,7 +14,7 @@ from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.registry import DEFAULT, TRAITS
 from hybridpipe.planning.search.variants import fitted
-from hybridpipe.planning.sharing import may_run
+from hybridpipe.planning.shared_parameters import may_run
 
 # Beyond these limits a search would take minutes; far beyond, the input is a mistake.
 MAX_RANKS = 4096
@@ -81,7 +81,7 @@ class Problem:
     def fitted(self, plan: Plan) -> Plan | None:
         """Return the plan as it is if it fits, or run as it fits (`variants`); None if it does not.
 
-        Where replicas may share out their update, it is run the fastest way in any case.
+        Where replicas may shard their update, it is run the fastest way in any case.
         """
         if self.request.zero == 0 and self.fits(plan):
             return plan

@@ -33,7 +33,7 @@ NUM_EXACT_OF_LARGE = 6  # whose simulations take seconds each
 def proposals(problem: Problem) -> Iterator[tuple[str, Plan]]:
     """Yield plans as they fit into memory (`Problem.fitted`), each with its origin (`search.Candidate`).
 
-    A plan that shares out updates though it need not is followed by the one that shares out nothing: the
+    A plan that shards updates though it need not is followed by the one that shards nothing: the
     formula adds up what the simulator overlaps.
     """
     for origin, plan in _proposed(problem):

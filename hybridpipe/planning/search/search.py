@@ -215,8 +215,8 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 def _simplicity(candidate: Candidate) -> tuple[int, int, int, int, tuple[int, ...]]:
     plan = candidate.plan
-    shared_out = sum(map(plan.zero_of, range(plan.num_stages)))
-    return SCHEDULES.index(plan.schedule), plan.num_ranks, plan.num_stages, shared_out, plan.ranks
+    sharded = sum(map(plan.zero_of, range(plan.num_stages)))
+    return SCHEDULES.index(plan.schedule), plan.num_ranks, plan.num_stages, sharded, plan.ranks
 
 
 def data_parallel(

@@ -31,7 +31,7 @@ SAME = 1e-12  # relative: figures that differ by less are equal
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class StagePath:
     """A way through the program: slots and the edges between their layers, its sum, maximum and value.
 
     Args:
@@ -135,7 +135,7 @@ class StageProgram:
 
     def least_sums(
         self, bounds: Sequence[float], weights: Sequence[float] | None = None
-    ) -> Iterator[Path | None]:
+    ) -> Iterator[StagePath | None]:
         """Yield the plan of least sum whose every maximum is below the bound, for each bound; None if there
         is none.
 
@@ -151,7 +151,7 @@ class StageProgram:
             some = slice(first, first + at_once)
             yield from self._least_sums(np.array(bounds[some]), np.array(weights[some]))
 
-    def _least_sums(self, bound: Floats, weight: Floats) -> list[Path | None]:
+    def _least_sums(self, bound: Floats, weight: Floats) -> list[StagePath | None]:
         """Return `least_sums` of a few bounds in one pass."""
         a_rank = np.where(weight, self.tie, 1.0)
         stages = [
@@ -170,7 +170,7 @@ class StageProgram:
         furthest = np.where((trips > 0) & (weight > 0), below(bound) / np.maximum(trips, TINY), math.inf)
         return [paths[0] if paths else None for paths in self.solve(stages, cuts, np.add, 1, furthest)]
 
-    def most_even(self, slowest: float) -> list[Path]:
+    def most_even(self, slowest: float) -> list[StagePath]:
         """Return the plan of least total time whose maximum is at most `slowest`, sparing no ranks."""
         bound = just_above(slowest)
         *stages, [cuts] = (
@@ -179,7 +179,7 @@ class StageProgram:
         )
         return self.solve(stages, cuts, np.add, 1)[0]
 
-    def least_maximum(self) -> list[Path]:
+    def least_maximum(self) -> list[StagePath]:
         """Return the plan of least maximum, and good ones for a few other first stages.
 
         Without waits for gradients one pass finds them. Where its plans wait, the optimum lies between its
@@ -207,7 +207,7 @@ class StageProgram:
         combine: np.ufunc,
         count: int,
         furthest: Floats | None = None,
-    ) -> list[list[Path]]:
+    ) -> list[list[StagePath]]:
         """Return the ways with the least combination of the values of stages and cuts, from `count` first
         slots.
 
@@ -260,7 +260,7 @@ class StageProgram:
         least: Floats,
         behind: Floats,
         combine: np.ufunc,
-    ) -> Path:
+    ) -> StagePath:
         """Return the choices that lead to the least value from this slot."""
         graph, slots, edges, busiest = self.graph, [slot], [0], 0.0
         parts: list[float] = []  # of the sum, from each slot to the next
@@ -293,14 +293,14 @@ class StageProgram:
         parts: Sequence[float],
         busiest: float,
         variants: list[int],
-    ) -> Path:
+    ) -> StagePath:
         """Return the path of these parts of its sum, whose longest maximum may be a wait for gradients."""
         total, slowest = 0.0, busiest
         for slot, part in zip(reversed(slots), reversed(parts), strict=True):
             total += part
             slowest = max(slowest, float(self.graph.trips[slot]) * total)
         seconds = slowest + total * (not self.costs.is_asynchronous)
-        return Path(slots, edges, total, busiest, slowest, seconds, variants)
+        return StagePath(slots, edges, total, busiest, slowest, seconds, variants)
 
 
 def below(bound: Floats) -> Floats:

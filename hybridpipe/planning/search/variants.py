@@ -26,7 +26,7 @@ from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import group_peaks
 from hybridpipe.planning.plan import Plan, Variant
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.sharing import may_run
+from hybridpipe.planning.shared_parameters import may_run
 
 Choice = tuple[Variant, ...]  # of a rank's stages, by chunk
 MOST_CHOICES = 256  # of a rank's stages, of which all are looked at

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from hybridpipe.planning.cluster import ALL_GATHER
 from hybridpipe.planning.cost.formula import StageCost
 from hybridpipe.planning.schedules.instructions import Program, final_backwards
-from hybridpipe.planning.sharing import SharedMessage
+from hybridpipe.planning.shared_parameters import SharedMessage
 from hybridpipe.planning.simulator.resources import Machines, Route
-from hybridpipe.planning.timeline import Event
+from hybridpipe.planning.timeline import TimelineEvent
 
 Key = tuple[int, int, bool, int, int]  # sender, receiver, forward?, microbatch, the receiver's stage
 
@@ -41,7 +41,7 @@ class Rank:
         self.is_crowded = False  # its machine has more active ranks than processors
         self.position = 0
         self.since = 0.0  # when the instruction at `position` began
-        self.events: list[Event] = []
+        self.events: list[TimelineEvent] = []
         has_finals = replicas.buckets or any(cost.products_seconds for cost in self.costs)
         self.finals = final_backwards(program) if has_finals else frozenset[int]()
         self.products_seconds = 0.0  # of deferred products

@@ -136,7 +136,7 @@ def choose(
     """Choose a plan by name.
 
     "auto" chooses among the profile's microbatch sizes, for as many samples. With `request.recompute` stages
-    recompute where memory requires it, and with `request.zero` replicas share out their update. "dp" is
+    recompute where memory requires it, and with `request.zero` replicas shard their update. "dp" is
     returned even if it does not fit into memory, if another plan does.
 
     Args:

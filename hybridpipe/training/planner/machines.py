@@ -30,7 +30,7 @@ FORMAT = "hybridpipe-machines/1"
 
 
 @dataclass(frozen=True)
-class Machines:
+class MeasuredMachines:
     """A measurement, and what it depends on.
 
     Args:
@@ -106,15 +106,15 @@ class MachinesFile:
         self.path = folder / MACHINES
         self._now, self._with_sharding = now, with_sharding
 
-    def read(self, world: MPI.Comm) -> Machines | None:
+    def read(self, world: MPI.Comm) -> MeasuredMachines | None:
         """Return what was measured under the same conditions, the same on every rank, else None. Collective.
 
         A file that cannot be read, or is another version's, is no measurement: it will be written anew.
         """
-        found: Machines | None = None
+        found: MeasuredMachines | None = None
         if world.rank == 0 and self.path.exists():
             try:
-                earlier = parse(Machines, read_object(self.path), str(self.path))
+                earlier = parse(MeasuredMachines, read_object(self.path), str(self.path))
             except UserError:
                 earlier = None
             if earlier is not None and self._now.items() <= earlier.conditions.items():
@@ -127,6 +127,6 @@ class MachinesFile:
         try:
             make_folder(self.path.parent)
             machines = replace(cluster, memory_bytes=None)
-            write_json(self.path, Machines(self._now, machines, self._with_sharding, profile))
+            write_json(self.path, MeasuredMachines(self._now, machines, self._with_sharding, profile))
         except UserError as error:
             notices.tell(str(error))

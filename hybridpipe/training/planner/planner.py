@@ -36,11 +36,11 @@ from hybridpipe.planning.checks import AUTO_SYNC
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.quantities import memory_bytes
 from hybridpipe.planning.request import AUTO
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.validate import validate_plan
 from hybridpipe.planning.search.search import NoPlanFits
-from hybridpipe.planning.units import memory_bytes
 from hybridpipe.report.memory import least_left, misfit
 from hybridpipe.report.words import few
 from hybridpipe.training.planner.choice import Choice, choose_on_rank_0, measured_cluster
@@ -50,7 +50,7 @@ from hybridpipe.types import Loss
 
 
 def _shareable(request: PlanOptions, model: nn.Module, rule: UpdateRule, world: MPI.Comm) -> PlanOptions:
-    """Return the request; nothing is shared out by choice if the optimizer cannot update parts of parameters.
+    """Return the request; nothing is sharded by choice if the optimizer cannot update parts of parameters.
 
     Collective: a trial may fail on one rank alone, as for want of memory.
     """
@@ -62,7 +62,7 @@ def _shareable(request: PlanOptions, model: nn.Module, rule: UpdateRule, world: 
     if why is None:
         return request
     if world.rank == 0:
-        notices.tell(f"replicas share out no update: {why}")
+        notices.tell(f"replicas shard no update: {why}")
     return replace(request, zero=0)
 
 
@@ -378,7 +378,7 @@ class Planner:
 
     @property
     def _shares_out(self) -> bool:
-        """True if replicas may share out their update under the plan."""
+        """True if replicas may shard their update under the plan."""
         if isinstance(self._given, Plan):
             return any(map(self._given.zero_of, range(self._given.num_stages)))
         return self._request.zero != 0

@@ -2,7 +2,7 @@
 
     sharded_dcp.py FOLDER RANK RANKS
 
-Tensor `weight` has the numbers 0, 1, … in 5 rows, which two ranks cannot share out equally.
+Tensor `weight` has the numbers 0, 1, … in 5 rows, which two ranks cannot divide equally.
 """
 
 import sys

@@ -143,7 +143,7 @@ class Assigned(Base):
 
 
 class Counts(nn.Module):
-    """A unit that replaces a buffer of its own."""
+    """A leaf module that replaces a buffer of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class PicksRows(Base):
 
 
 class Hooks(Base):
-    """Hooks gather what is made inside units, which are opened for it."""
+    """Hooks gather what is made inside leaf modules, which are opened for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class TakesBox(nn.Module):
 
 
 class BoxIn(Base):
-    """Tensors in an object that is no pytree open the units that take it."""
+    """Tensors in an object that is no pytree open the leaf modules that take it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ class FillsBox(nn.Module):
 
 
 class BoxFilled(Base):
-    """The object is empty when the first unit takes it."""
+    """The object is empty when the first leaf module takes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ class SharedTwice(Base):
 
 
 class BorrowsWeight(nn.Module):
-    """A unit that uses a weight of another module."""
+    """A leaf module that uses a weight of another module."""
 
     def __init__(self, owner: nn.Module) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ class Normalised(Base):
 
 
 class RoutesByData(nn.Module):
-    """A unit that fake tensors cannot run."""
+    """A leaf module that fake tensors cannot run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -455,7 +455,7 @@ class Alias(nn.Module):
 
 
 class AliasFromUnit(Base):
-    """A unit makes the alias, so that no view can be made again."""
+    """A leaf module makes the alias, so that no view can be made again."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,11 +24,11 @@ REFUSED = [
     (refused.RaisesOnNan, "__bool__ reads data that only one stage has (keep it a tensor"),
     (refused.CountsRows, "__getitem__ reads data that only one stage has (multiply by a mask"),
     (refused.LayerDrop, "random numbers decide which way the forward takes (draw them inside a module)"),
-    (refused.DrawsPython, "draws Python's or NumPy's random numbers outside its units (use torch's"),
-    (refused.DrawsNumpy, "draws Python's or NumPy's random numbers outside its units (use torch's"),
+    (refused.DrawsPython, "draws Python's or NumPy's random numbers outside its leaf modules (use torch's"),
+    (refused.DrawsNumpy, "draws Python's or NumPy's random numbers outside its leaf modules (use torch's"),
     (refused.CarriesState, "a tensor that was made out of sight"),
     (refused.CountsIn, "is not the same in two calls"),
-    (refused.Maps, "vmap or grad outside the units (call it inside a module)"),
+    (refused.Maps, "vmap or grad outside leaf modules (call it inside a module)"),
     (refused.BoundBefore, "a tensor got its gradient out of sight"),
     (refused.Scripted, "a tensor that was made out of sight"),
     (refused.Backwards, "backward in the forward (use torch.autograd.grad, or return that loss and add it"),
@@ -138,7 +138,7 @@ def test_hooks_of_a_module_that_is_opened_are_refused_before_they_run(register, 
     assert not seen or path
 
 
-def test_hooks_of_units_and_of_modules_without_parameters_run_in_slices():
+def test_hooks_of_leaf_modules_and_of_modules_without_parameters_run_in_slices():
     class Activates(models.Base):
         def __init__(self) -> None:
             super().__init__()
@@ -224,9 +224,9 @@ def test_weights_without_numbers_give_the_same_record():
     assert all(parameter.is_meta for parameter in model.parameters()) and model.shift.is_meta
 
 
-def test_a_unit_without_known_shapes_is_run_quietly(capfd):
+def test_a_leaf_module_without_known_shapes_is_run_quietly(capfd):
     made = record(models.Routed().double(), INPUTS, training=True)
-    assert [event.name for event in made.events if event.is_unit][1:4] == [f"blocks.{i}" for i in range(3)]
+    assert [event.name for event in made.events if event.is_module][1:4] == [f"blocks.{i}" for i in range(3)]
     assert capfd.readouterr().err == ""
 
 

@@ -162,14 +162,14 @@ def test_shared_weights_name_their_layers():
     assert "head.weight" not in made.shared_weights
 
 
-def test_opened_units_say_why():
+def test_opened_leaf_modules_say_why():
     model, inputs, _ = prepared(models.BoxIn)
     made = record(model, inputs, training=True)
     assert {*made.opened} == {"blocks.0", "blocks.1", "blocks.2"}
     assert all(reason.endswith("it takes tensors in a Box") for reason in made.opened.values())
 
 
-def test_a_unit_that_borrows_a_weight_is_opened():
+def test_a_leaf_module_that_borrows_a_weight_is_opened():
     model, inputs, _ = prepared(models.Borrows)
     made = record(model, inputs, training=True)
     assert {*made.opened} == {"blocks.1"}

@@ -47,12 +47,12 @@ def test_layers_cover_the_events_and_charge_what_crosses():
     assert [a.stop for a in made.layers[:-1]] == cut_places(made)
     crossing = [sum(value.bytes for value in made.what_crosses(layer.stop)) for layer in made.layers]
     assert crossing == [8 * 12 * 8, *[2 * 8 * 12 * 8] * 3, 0]
-    assert made.layers[1].units == ("blocks.0.0",)
+    assert made.layers[1].leaf_modules == ("blocks.0.0",)
     assert made.layers[1].weights == ("blocks.0.0.bias", "blocks.0.0.weight")
     assert len({layer.name for layer in made.layers}) == len(made.layers)
 
 
-def test_units_between_which_no_cut_is_allowed_are_one_layer():
+def test_leaf_modules_between_which_no_cut_is_allowed_are_one_layer():
     made = made_of(models.NormTwice)
     assert [layer.name for layer in made.layers] == ["enter", "norm..norm#2", "head"]
     assert made.cut("norm") == made.cut("norm..norm#2") == made.layers[1].start

@@ -110,7 +110,7 @@ class Body(nn.Module):
 @pytest.mark.parametrize(
     "reads, names", [(False, ["enter", "body.first", "body.second"]), (True, ["enter", "body"])]
 )
-def test_a_unit_with_much_of_the_parameters_is_opened_if_it_can_be(reads, names):
+def test_a_leaf_module_with_much_of_the_parameters_is_opened_if_it_can_be(reads, names):
     records = Records(Uneven(reads))
     assert [layer.name for layer in records.find(torch.randn(3, 2), True).layers] == names
     assert [layer.name for layer in records.find(torch.randn(4, 2), True).layers] == names

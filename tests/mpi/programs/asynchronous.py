@@ -2,7 +2,7 @@
 
 Usage: asynchronous.py [--rates] [--zero] PLAN... with plans such as 2-2 or 1-2-1; in 2-2:mpi that backend
 sums gradients. With --rates there is a scheduler, and delay warm-up where there can be. With --zero replicas
-share out the update, in some stages by a reduce-scatter.
+shard the update, in some stages by a reduce-scatter.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 The one process is the few lines of `reference`: microbatches in order, gradients weighted by samples and
 added up, one update. Usage: exactness.py NUM_UPDATES PLAN... with plans such as 2-2, 1-2-1 or, with two
-stages on each rank, 1-1x2. In 2-2:2 replicas share out update and gradients (`zero`), in 2-2:2:scatter those
+stages on each rank, 1-1x2. In 2-2:2 replicas shard update and gradients (`zero`), in 2-2:2:scatter those
 of the stages with several replicas by a reduce-scatter. In 2-2:mpi gradients are summed by that backend.
 """
 

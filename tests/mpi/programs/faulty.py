@@ -1,7 +1,7 @@
 """Train and evaluate; HYBRIDPIPE_FAULT says what goes wrong.
 
 Usage: faulty.py PLAN SCHEDULE [HANG_TIMEOUT [ON_NONFINITE]]; in the plan 2-1:mpi that backend sums gradients.
-$ZERO=1 lets replicas share out their update.
+$ZERO=1 lets replicas shard their update.
 """
 
 import faulthandler

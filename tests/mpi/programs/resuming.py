@@ -6,7 +6,7 @@
     resuming.py rest FOLDER SPEC       gone on with from there
 
 A SPEC is such as 1-2-1:pipedream:vertical or 1-1x2:interleaved-1f1b; with "tied" two layers share a weight.
-With "zero1" or "zero2" replicas share out the update, with "scatter" by a reduce-scatter. A last word may be
+With "zero1" or "zero2" replicas shard the update, with "scatter" by a reduce-scatter. A last word may be
 a precision.
 The data set draws noise from all three of a process's generators, so that a lost random state shows.
 """
@@ -29,7 +29,7 @@ from hybridpipe.checkpoint.shard import read_shard
 from hybridpipe.engine.rank_state import ranges, updated
 from hybridpipe.planning.checks import BACKENDS, PRECISIONS
 from hybridpipe.planning.schedules.generators import losses_late
-from hybridpipe.stage.state import State, read_optimizer, under
+from hybridpipe.stage.state import StageState, read_optimizer, under
 
 MICROBATCH, COUNT, SEED, NUM_LAYERS = 2, 4, 7, 8
 NUM_MINIBATCHES, EVERY = 9, 4  # most checkpoints lie inside an epoch; the last minibatch is short
@@ -241,7 +241,7 @@ def saved_state(path: Path) -> dict[str, torch.Tensor]:
     """The optimizer's state of all parameters, as the files of a checkpoint have it, put together here."""
     pieces: dict[str, list] = {}
     for file in sorted(path.glob("*-*")):
-        for key, own in read_optimizer(State(*read_shard(file, None)), str(file)).items():
+        for key, own in read_optimizer(StageState(*read_shard(file, None)), str(file)).items():
             pieces.setdefault(key, []).append(own)
     found = {}
     shapes = {key: tensor.shape for key, tensor in make_model().state_dict().items()}

@@ -1,4 +1,4 @@
-"""Under mpirun: replicas that share out the update train what each of them would train alone.
+"""Under mpirun: replicas that shard the update train what each of them would train alone.
 
 With two replicas, whose sums have one order, that is so to the bit. The stage trains with some of torch's
 elementwise optimizers, in two groups of options, a model of uneven sizes: with sparse gradients, complex

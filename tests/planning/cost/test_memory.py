@@ -338,7 +338,7 @@ def test_a_schedule_that_joins_no_products_keeps_no_rows(schedule):
 
 
 def test_copies_of_weights_are_on_every_replica():
-    """Of 100 bytes of weights there are copies of 50; a state of 200 may be shared out."""
+    """Of 100 bytes of weights there are copies of 50; a state of 200 may be sharded."""
     lean = model(layer(1, 2, parameters=100), state_factor=2.0)
     copying = replace(lean, copied_factor=0.5)
     for zero in (0, 1, 2):

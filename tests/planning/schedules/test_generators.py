@@ -96,7 +96,7 @@ def test_1f1b(replicas, num_microbatches, place, expected):
     ],
 )
 def test_replicas_that_share_out_the_update(schedule, variant, place, expected):
-    """Gradients that are shared out are reduced after each backward, equally often on each replica."""
+    """Gradients that are sharded are reduced after each backward, equally often on each replica."""
     made = plan([2, 1], 5, schedule).running([variant, variant])
     assert computed(made, 5, *place) == expected
 
@@ -181,7 +181,7 @@ def test_zero_bubble_with_2p_less_1_in_flight_is_zb_h2(stage, expected):
         ((3,), 5, 5, (1,), (0,)),  # nothing waits
     ],
 )
-def test_more_in_flight_and_a_longer_lag_are_shared_out(replicas, ahead, late, in_flight, lags):
+def test_more_in_flight_and_a_longer_lag_are_divided(replicas, ahead, late, in_flight, lags):
     made = plan(replicas, 80, "zero-bubble", in_flight=ahead, weight_lag=late)
     held = until_backward(made, 80)
     assert (held, weight_lags(made, held)) == (in_flight, lags)
@@ -233,7 +233,7 @@ def test_2bw(replicas, per_minibatch, count, place, expected):
         ("pipedream-2bw", (1, 4, 1), 2, (2, 1, 1)),
     ],
 )
-def test_a_limit_is_shared_out_so_that_all_stages_can_advance(schedule, replicas, limit, expected):
+def test_a_limit_is_divided_so_that_all_stages_can_advance(schedule, replicas, limit, expected):
     made = plan(replicas, 1 if schedule == "pipedream" else 24, schedule, max_in_flight=limit)
     assert in_flight_per_stage(made, 24) == expected
 

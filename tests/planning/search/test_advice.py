@@ -46,7 +46,7 @@ def test_what_would_help_is_computed():
     assert gpipe.endswith("the schedule 1f1b would help")
 
 
-def test_shared_out_state_would_help():
+def test_sharded_state_would_help():
     """Weights and gradients take 200 bytes, an all-reduce 200, and the state 600 or a half of that."""
     one = model(layer(1, 2, parameters=100), state_factor=6.0)
     assert refused(one, 2, 750, 2).endswith("zero = 1 would help")
@@ -55,7 +55,7 @@ def test_shared_out_state_would_help():
         assert [(each.plan.name, each.plan.zero_of(0)) for each in found] == [("2", 1)]
 
 
-def test_chunks_that_fit_with_shared_out_state_alone_are_found():
+def test_chunks_that_fit_with_sharded_state_alone_are_found():
     """Two of four layers have 2000 bytes on a rank, of which 1600 are state, or 1600 with a half of it."""
     profile = model(*[layer(1, 2, parameters=100)] * 4, state_factor=8.0)
     limited = replace(free(4), memory_bytes=1700)

@@ -26,7 +26,7 @@ from tests.planning.brute_force import (
     every_placement,
     limited_instance,
     random_instance,
-    shared_out_instance,
+    sharded_instance,
 )
 from tests.planning.helpers import free, layer, model, partition
 
@@ -55,11 +55,11 @@ def test_recomputation_equals_brute_force(batch):
 
 
 @pytest.mark.parametrize("batch", range(5))
-def test_shared_out_updates_equal_brute_force(batch):
+def test_sharded_updates_equal_brute_force(batch):
     """Over all cuts, placements, and choices of recomputation, zero and scatter, by stage."""
     seen = Counter()
     for seed in range(batch, NUM_LIMITED, 5):
-        for plan in same_as_brute_force(*shared_out_instance(seed), seed)[:1]:
+        for plan in same_as_brute_force(*sharded_instance(seed), seed)[:1]:
             seen.update((plan.zero_of(s), plan.scatters(s)) for s in range(plan.num_stages))
     assert min(seen[1, True], seen[1, False], seen[0, False]) > 0, seen
 

@@ -134,7 +134,7 @@ def test_no_other_way_to_share_out_the_update_is_faster(schedule, chunks, memory
     assert len({variant.scatter for variant in seen}) == 2
 
 
-def test_the_update_is_shared_out_for_speed_or_memory_that_is_there():
+def test_the_update_is_sharded_for_speed_or_memory_that_is_there():
     """A step of 8 s, and 100 bytes of weights that take 1 s to gather from one other replica."""
     profile = model(layer(1, 2, parameters=100, update=8.0), state_factor=2.0)
     fast = Cluster((Level("all", 2, 1e9, 0.0, all_gather=Collective(50.0, 0.0)),))

@@ -1,4 +1,4 @@
-"""Replicas that share out their update, by hand: a step of 8 s, and 100 bytes of weights."""
+"""Replicas that shard their update, by hand: a step of 8 s, and 100 bytes of weights."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_the_weights_come_from_the_last_replica_that_has_updated():
     assert timeline.spent(plan([2], 2, zero=1))[0].allreduce_seconds == approx(2), "the wait is idle"
 
 
-def test_asynchronous_figures_stay_where_nothing_is_shared_out():
+def test_asynchronous_figures_stay_where_nothing_is_sharded():
     made = plan([2, 1], 1, "pipedream")
     profile = model(layer(1, 2, parameters=100), layer(1, 2))
     seconds = predict(made, profile, CLUSTER)[1].minibatch_seconds

@@ -10,7 +10,7 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.measure.probe import CPU
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
-from hybridpipe.training.planner.machines import MACHINES, Machines, MachinesFile, conditions
+from hybridpipe.training.planner.machines import MACHINES, MachinesFile, MeasuredMachines, conditions
 
 ONE, CLUSTER = MPI.COMM_SELF, Cluster.flat(1, 1e9, 1e-5)
 LAYER = LayerProfile("layer", 1.0, 2.0, 100, 50, 0)
@@ -24,7 +24,7 @@ def test_a_measurement_returns_under_the_same_conditions_only_and_without_its_me
     file = MachinesFile(tmp_path / "new", NOW, with_sharding=True)
     assert file.read(ONE) is None
     file.write(replace(CLUSTER, memory_bytes=5), PROFILE)
-    assert file.read(ONE) == Machines(NOW, CLUSTER, with_sharding=True, profile=PROFILE)
+    assert file.read(ONE) == MeasuredMachines(NOW, CLUSTER, with_sharding=True, profile=PROFILE)
     assert MachinesFile(tmp_path / "new", of_model(), True).read(ONE) is not None
     for name in NOW:
         assert MachinesFile(tmp_path / "new", NOW | {name: "other"}, True).read(ONE) is None

@@ -1,0 +1,98 @@
+"""Shared parameters: those of several layers, under a plan: held once by a rank, exchanged between ranks.
+
+Pure. Knows plans and profiles; no seconds and no tensors. Invariant: once an update, every rank receives the
+gradients of each other group of ranks that holds a parameter, and receives them once.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.planning.profile import ModelProfile
+
+
+class Peers(NamedTuple):
+    """The ranks with which one rank exchanges gradients of another group of replicas.
+
+    Args:
+        source: the rank whose gradients it receives.
+        targets: the ranks that receive its own.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+
+
+def peers_of(plan: Plan, place: Place, group: int) -> Peers:
+    """Return the peers of the rank at `place` in another group: all replicas of a group have equal gradients.
+
+    A replica receives from one replica of the other group, whose number is its own modulo their count.
+    """
+    own, other = plan.stages[place.stage].ranks, plan.stages[group].ranks
+    return Peers(
+        other[place.replica % len(other)],
+        tuple(rank for r, rank in enumerate(other) if r % len(own) == place.replica),
+    )
+
+
+class SharedMessage(NamedTuple):
+    """A message of an exchange of shared parameters' gradients."""
+
+    sender: int
+    receiver: int
+    num_bytes: int
+
+
+def exchange_of(plan: Plan, place: Place, exchanged: Iterable[tuple[int, int]]) -> list[SharedMessage]:
+    """Return the messages that the rank at `place` sends in an update, and then those that it receives.
+
+    Args:
+        exchanged: each other group, and the bytes exchanged with it.
+    """
+    own = plan.stages[place.stage].ranks[place.replica]
+    peers = [(peers_of(plan, place, group), num_bytes) for group, num_bytes in exchanged]
+    sent = [SharedMessage(own, rank, num_bytes) for each, num_bytes in peers for rank in each.targets]
+    return sent + [SharedMessage(each.source, own, num_bytes) for each, num_bytes in peers]
+
+
+def counted_bytes(profile: ModelProfile, plan: Plan, stage: int) -> list[int]:
+    """Return the bytes of parameters that each of a stage's layers adds to its rank.
+
+    A shared parameter counts in the first layer of the rank that uses it.
+    """
+    start, stop = plan.stages[stage].start, plan.stages[stage].stop
+    counted = [layer.parameter_bytes for layer in profile.layers[start:stop]]
+    for shared in profile.shared:
+        held = [i for i in shared.layers if _group(plan, i) == stage % plan.num_groups]
+        for i in held[1:]:
+            if start <= i < stop:
+                counted[i - start] -= shared.parameter_bytes
+    return counted
+
+
+def exchanged_bytes(profile: ModelProfile, plan: Plan) -> list[dict[int, int]]:
+    """Return, for each group of ranks, the bytes that it exchanges with each other group in an update."""
+    found: list[dict[int, int]] = [{} for _ in range(plan.num_groups)]
+    for shared in profile.shared:
+        groups = {_group(plan, i) for i in shared.layers}
+        for one in groups:
+            for other in groups - {one}:
+                found[one][other] = found[one].get(other, 0) + shared.parameter_bytes
+    return found
+
+
+def may_run(profile: ModelProfile, plan: Plan) -> bool:
+    """True unless the plan separates layers that must stay in one stage.
+
+    Under an asynchronous schedule these are all that share a parameter.
+    """
+    stays = (each.layers for each in profile.shared if plan.is_asynchronous or not each.separable)
+    return all(_stage(plan, layers[0]) == _stage(plan, layers[-1]) for layers in stays)
+
+
+def _group(plan: Plan, layer: int) -> int:
+    return _stage(plan, layer) % plan.num_groups
+
+
+def _stage(plan: Plan, layer: int) -> int:
+    return next(s for s, each in enumerate(plan.stages) if layer < each.stop)
