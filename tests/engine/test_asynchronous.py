@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpipe.model.precision import Precision
 from hybridpipe.optim.loss_scale import LossScale
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.stage.weights import WeightVersions
@@ -78,7 +77,7 @@ def compare(
     update = UpdateRule(optimizer, scheduler, scale_learning_rate=scaled, delay_warm_up=warm_up)
     in_scale = {}
     if scale is not None:
-        update, in_scale = replace(update, precision=Precision("fp16")), {"scale": scale}
+        update, in_scale = replace(update, precision="fp16"), {"scale": scale}
     update.check(plan)
     result = in_threads(plan, model, data, microbatch, loss, rule=update, **in_scale)
     torch.testing.assert_close(result.parameters, expected, rtol=0, atol=1e-10)
