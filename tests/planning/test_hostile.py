@@ -28,7 +28,7 @@ from tests.planning.helpers import search
 SECONDS = 20  # against hanging only
 PHASES = (Phase.explicit, Phase.generate)  # shrinking takes minutes, and the case is told without
 FUZZ = settings(
-    max_examples=80,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     database=None,
@@ -362,7 +362,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     recompute=st.booleans(),
     zero=st.sampled_from([0, AUTO]),
 )
-@settings(FUZZ, max_examples=40)  # each searches twice
+@settings(FUZZ, max_examples=15)  # each searches twice
 def test_extremes_give_finite_plans(profile, cluster, num_microbatches, schedule, recompute, zero):
     count = 1 if schedule == "pipedream" else num_microbatches
     with watched():
