@@ -17,6 +17,7 @@ from hybridpipe.optim.update import UpdateRule
 from hybridpipe.stage.weights import WeightVersions
 from tests.engine import asynchronous_reference
 from tests.engine.helpers import Call, in_threads, make_plan
+from tests.thinned import thinned
 
 PLANS = ["1", "1-1", "1-1-1-1", "2-1", "1-2", "3-1", "2-2", "1-2-1", "3"]
 OPTIMIZERS = {
@@ -85,20 +86,16 @@ def compare(
     return result
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("vertical_sync", [False, True], ids=["stashing", "vertical sync"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name, vertical_sync, optimizer", thinned(PLANS, [False, True], list(OPTIMIZERS)))
 def test_pipedream(name, vertical_sync, optimizer):
     rule = "vertical" if vertical_sync else "pipedream"
-    data = make_data(40, 4, last=3)  # 40 is no multiple of 3: the last round is short
+    data = make_data(20, 4, last=3)  # 20 is no multiple of 3: the last round is short
     compare(name, "pipedream", rule, OPTIMIZERS[optimizer], data, 4, 1, vertical_sync=vertical_sync)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_microbatches", [1, 4, 6])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name, num_microbatches, optimizer", thinned(PLANS, [1, 4, 6], list(OPTIMIZERS)))
 def test_2bw(name, num_microbatches, optimizer):
-    data = make_data(40, 2 * num_microbatches, last=1)
+    data = make_data(20, 2 * num_microbatches, last=1)
     compare(name, "pipedream-2bw", "2bw", OPTIMIZERS[optimizer], data, 2, num_microbatches)
 
 
@@ -113,9 +110,9 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["1-1", "2-1", "1-2", "3"])
+@pytest.mark.parametrize(
+    "name, optimizer, scheduler", thinned(["1-1", "2-1", "1-2", "3"], list(OPTIMIZERS), list(SCHEDULERS))
+)
 def test_schedulers_count_minibatches_whatever_a_stage_makes_of_the_rate(name, optimizer, scheduler):
     data, given = make_data(20, 4, 3), {"scheduler": SCHEDULERS[scheduler]}
     compare(name, "pipedream", "pipedream", OPTIMIZERS[optimizer], data, 4, 1, warm_up=12, **given)
@@ -187,8 +184,10 @@ def weighed(outputs, targets):
     return (losses * torch.where(targets >= 3, 4096.0, 1.0)).mean()
 
 
-@pytest.mark.parametrize("rule", ["pipedream", "vertical", "2bw"])
-@pytest.mark.parametrize("name", ["1", "1-1-1-1", "3-1", "1-2-1"])
+@pytest.mark.parametrize(
+    "name, rule",
+    thinned(["1", "1-1-1-1", "3-1", "1-2-1"], ["pipedream", "vertical", "2bw"], together=1),
+)
 def test_each_stage_skips_what_overflows_and_all_later_scales_halve(name, rule):
     """Scales near float64's largest number, so that it overflows as float16 does."""
     model = make_model()

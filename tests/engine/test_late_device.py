@@ -14,6 +14,7 @@ from hybridpipe.device import Point
 from tests.engine.helpers import assert_same, in_threads, make_plan, one_process
 from tests.engine.test_executor import branches, minibatches, mlp, skip
 from tests.late_cuda import LateLanes
+from tests.thinned import thinned
 
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 train = {"loss": nn.functional.cross_entropy, "optimizer": momentum}
@@ -38,11 +39,10 @@ def trained_late(plan, model, data, direct):
     return done, [mistake for each in lanes.values() for mistake in each.cuda.mistakes]
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
-@pytest.mark.parametrize("model", [mlp, skip, branches])
-@pytest.mark.parametrize("name, schedule", PLANS)
-def test_late_copies_change_nothing(name, schedule, model, direct):
+@pytest.mark.parametrize("named, model, direct", thinned(PLANS, [mlp, skip, branches], [False, True]))
+def test_late_copies_change_nothing(named, model, direct):
     torch.manual_seed(0)
+    name, schedule = named
     options = {"chunks": 2} if schedule == "interleaved-1f1b" else {}
     net = model()
     plan = make_plan(name, len(net), 4, schedule, **options)
