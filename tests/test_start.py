@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.thinned import rare
+
 UPDATE = """
 import sys, torch
 weight = torch.nn.Parameter(torch.ones(2))
@@ -17,8 +19,8 @@ assert "torch._dynamo.config" not in sys.modules
     "wanted",
     [
         "import torch._dynamo.config as config; assert config is torch._dynamo.config",
-        "from torch._dynamo import config",
-        "config = torch._dynamo.config",
+        rare("from torch._dynamo import config"),
+        rare("config = torch._dynamo.config"),
         "config = sys.modules; assert torch.compile(lambda x: x + 1, backend='eager')(weight)[0] == 2",
     ],
 )

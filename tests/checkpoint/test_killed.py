@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.thinned import rare
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -19,8 +21,10 @@ def memory() -> Iterator[Path]:
         yield Path(path)
 
 
-@pytest.mark.parametrize("scenario", ["next", "same"])
-@pytest.mark.parametrize("kind, every", [("points", 7), ("events", 23)])
+@pytest.mark.parametrize(
+    "kind, every, scenario",
+    [("points", 7, "same"), ("events", 23, "next"), rare("points", 7, "next"), rare("events", 23, "same")],
+)
 def test_killed_while_saving_twice_in_a_row(memory, kind, every, scenario):
     program = [sys.executable, "-m", "tests.checkpoint.programs.killed"]
     run = subprocess.run(

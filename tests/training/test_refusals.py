@@ -14,6 +14,7 @@ from hybridpipe import Plan, StageSpec
 from hybridpipe.errors import UserError
 from hybridpipe.model.layers import layers_of
 from tests.model.recording import models, refused
+from tests.thinned import thinned
 from tests.training.helpers import cross_entropy, momentum
 
 TWO = Plan((StageSpec(0, 1), StageSpec(1, 2)), num_microbatches=2)
@@ -116,8 +117,9 @@ def test_a_plan_of_several_stages_is_refused_in_one_line(kind):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OF_THE_LOSS])
-@pytest.mark.parametrize("name", ["dp", "auto"])
+@pytest.mark.parametrize(
+    "kind, name", thinned([kind for kind in KINDS if kind not in OF_THE_LOSS], ["auto", "dp"], together=1)
+)
 def test_a_plan_by_name_trains_it_as_one_stage_and_says_why_once(kind, name, make_trainer, quick, capsys):
     model, loss, reason = made(kind)
     trainer = make_trainer(
