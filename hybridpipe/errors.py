@@ -1,4 +1,4 @@
-"""Errors of the user, each told in one line: where it is, the value that was found and what is allowed."""
+"""Errors of the user, each reported in one line: the place, the value that was found and what is allowed."""
 
 import inspect
 import traceback
@@ -28,7 +28,7 @@ class UserError(ValueError):
 
 
 class NotSaved(UserError):
-    """A checkpoint could not be written. It is told in one line, too, but another attempt may succeed."""
+    """A checkpoint could not be written. It is reported in one line, but another attempt may succeed."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""Notices: what a user must be told in passing, printed at once and kept for the run's report.
+"""Notices: remarks to the user in passing, printed at once and kept for the run's report.
 
 Each process keeps its own. Not known here: who collects them. Invariant: every notice is printed; of those
 kept, the first KEPT stay, and the others are counted.
@@ -29,7 +29,7 @@ class Notices:
             self._num_more += 1
 
     def lines(self) -> list[str]:
-        """Return what was told, in order."""
+        """Return what was said, in order."""
         more = [f"and {self._num_more} more like these"] if self._num_more else []
         return [*self._first, *more]
 

@@ -113,7 +113,7 @@ class Logger(Callback, ABC):
 class CSVLogger(Logger):
     """Writes lines `step,name,value`, which pandas makes a table: `frame.pivot(columns="name", ...)`.
 
-    A training that continues appends to its file, without the lines from its step on; another begins it anew.
+    A training that continues appends to its file, without the lines from its step on; another starts over.
 
     Args:
         path: of the file.

@@ -147,7 +147,7 @@ class Keeper:
     def finish(self, step: int, point: ResumePoint) -> None:
         """Save the final state and wait until it is published. Collective.
 
-        State that was just resumed, and is not saved again, is checked for NaN and infinity, too.
+        State that was just resumed, and is not saved again, is checked for NaN and infinity as well.
         """
         if step == self._resumed:
             with self._refusing:

@@ -1,7 +1,7 @@
 """Resuming: every rank finds, verifies and reads a checkpoint before any state of the training changes.
 
 Under the checkpoint's plan, ranks get back their whole state. Under another plan, weights, buffers (averaged
-over replicas) and optimizer state go to their new ranks by name, and an asynchronous stream starts anew from
+over replicas) and optimizer state go to their new ranks by name, and an asynchronous stream starts again from
 the newest weights. Invariant: all ranks change their state, or none does.
 """
 
@@ -158,7 +158,7 @@ def check_model(found: Found, model: nn.Module) -> None:
 
 
 def is_exact(found: Found, plan: Plan) -> bool:
-    """True if the plan is the checkpoint's, so that versions and random states are kept, too.
+    """True if the plan is the checkpoint's, so that versions and random states are kept as well.
 
     The way in which gradients are reduced, which a start may measure, changes no state.
     """
@@ -241,7 +241,7 @@ class _Reading:
         ]
 
     def owners(self) -> set[int]:
-        """Return the stages of the checkpoint's plan that own parameters of this rank, as far as it tells."""
+        """Return the stages of the checkpoint's plan that own parameters of this rank, as far as it says."""
         if not self.same_layers:
             return set()
         stages_of = self.worker.layers.holders(self.found.plan)

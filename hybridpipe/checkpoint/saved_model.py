@@ -83,7 +83,7 @@ class SavedModel:
 
     @property
     def tied(self) -> dict[str, str]:
-        """The first name of each tensor that has several, by its other names; UserError if it is not told."""
+        """The first name of each tensor that has several, by its other names; UserError if it is not said."""
         match self._manifest.run.get("tied"):
             case dict() as found if all(name in self.forms for pair in found.items() for name in pair):
                 return found

@@ -58,7 +58,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], meta: JSON) -> FileEn
     Raises:
         TypeError: `meta` is no JSON value.
         UserError: the file cannot be written, or safetensors lacks a tensor's dtype. The checkpoint cannot be
-            completed then, so its temporary directory is removed, too.
+            completed then, so its temporary directory is removed as well.
     """
     check_json(meta, "meta")
     directory = parse_name(path.parent)

@@ -1,6 +1,6 @@
 """Data of a config, for the commands that look at its first microbatch.
 
-Not known here: MPI. Invariant: what `train` refuses in one line, a UserError tells here in the same words.
+Not known here: MPI. Invariant: what `train` refuses in one line, a UserError says here in the same words.
 """
 
 from collections.abc import Iterator

@@ -95,7 +95,7 @@ def _loading() -> Iterator[None]:
     """Disable the garbage collector while torch is imported.
 
     Nearly all objects that the import makes are permanent. Collections among them took a quarter of its time
-    (docs/log), so the objects are frozen: later collections leave them out, too.
+    (docs/log), so the objects are frozen: later collections leave them out as well.
     """
     gc.disable()
     try:

@@ -1,6 +1,6 @@
 """Report: the command that writes the report of a folder and says so.
 
-Not known here: what a report shows. Invariant: what is left out of it is told.
+Not known here: what a report shows. Invariant: what is left out of it is reported.
 """
 
 from pathlib import Path

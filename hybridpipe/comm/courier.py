@@ -82,7 +82,7 @@ class Courier:
 class StagingCourier(Courier):
     """The courier of a GPU, by way of pinned memory; the GPU copies while it computes.
 
-    A message is put together on the GPU, by the stream that computes. So it has the tensors' present numbers,
+    A message is put together on the GPU, by the stream that computes. So it has the tensors' present values,
     and one copy moves all of it.
     """
 

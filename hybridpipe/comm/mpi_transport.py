@@ -334,7 +334,7 @@ class MpiTransport:
                 self._poll()
 
     def _test(self, pending: _Request) -> bool:
-        """Return True if the request is complete; then test the others, too, if there are many."""
+        """Return True if the request is complete; then test the others as well, if there are many."""
         with self._polling:
             self._start_computed()
             while not pending.completed and pending.request is None:

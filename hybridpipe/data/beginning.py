@@ -16,7 +16,7 @@ def begun(dataset: Any, epoch: int, state: Any = None) -> Iterator[Any]:
     """Begin to iterate a data set.
 
     Args:
-        epoch: it is told of it, if it has a method `set_epoch`.
+        epoch: it is passed on, if it has a method `set_epoch`.
         state: of its `state_dict()`, where to go on; None: at the epoch's beginning.
     """
     unread = _unread_state(dataset)
@@ -27,7 +27,7 @@ def begun(dataset: Any, epoch: int, state: Any = None) -> Iterator[Any]:
 
 
 def has_state(dataset: Any) -> bool:
-    """Return True if the data set tells where it is."""
+    """Return True if the data set knows its position."""
     return hasattr(dataset, "state_dict")
 
 

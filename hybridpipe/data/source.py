@@ -62,7 +62,7 @@ class Source:
         return self.collate_fn is not None
 
     def num_samples(self, minibatch_size: int) -> int | None:
-        """Return the number of samples of an epoch; None where only the end tells it."""
+        """Return the number of samples of an epoch; None where only the end shows it."""
         if self.is_iterable:
             return None
         sized: Any = self.dataset if self.sampler is None else self.sampler
@@ -218,7 +218,7 @@ def _check_dataset(name: str, source: Source) -> None:
 
 
 def _index(given: Any) -> int:
-    """Return what a sampler gives as an index."""
+    """Return a sampler's item as an index."""
     try:
         return index(given)
     except TypeError:

@@ -15,7 +15,7 @@ from hybridpipe.model.tensors import Tree, num_samples, split
 class Minibatch(NamedTuple):
     """One minibatch's microbatches: their sizes, and functions from a microbatch's index to its tensors.
 
-    `drop` is told of a microbatch whose tensors are used no more; None where they are in memory anyway.
+    `drop` is called for a microbatch whose tensors are used no more; None where they are in memory anyway.
     """
 
     sizes: Sequence[int]  # in samples

@@ -101,7 +101,7 @@ def check_repeatable(plan: Plan, facts_of_data: Mapping[str, str], layers: Layer
     """Check that each load of a sample gives the same values, where several ranks load it.
 
     Args:
-        layers: the model's; stages behind the first may need inputs, too, such as masks.
+        layers: the model's; stages behind the first may need inputs as well, such as masks.
 
     Raises:
         ValueError: targets, or inputs, change from load to load, and ranks of several stages load them.
@@ -207,7 +207,7 @@ def plan_text(plan: Plan) -> str:
 def settings(model: nn.Module, loss: Loss, rule: UpdateRule) -> dict[str, str]:
     """Return the settings, beside optimizer, scheduler and data, that a resumed training must not change.
 
-    `optimizer_per_stage` is none: it allows what a plan would refuse, and each start asks for it anew.
+    `optimizer_per_stage` is none: it allows what a plan would refuse, and each start asks for it again.
     """
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return {

@@ -377,7 +377,7 @@ class Worker:
     def evaluating(self) -> Iterator[None]:
         """Set this rank's layers to evaluation mode inside this context, and back to what they were after it.
 
-        What `expect_shapes` has said comes back, too.
+        What `expect_shapes` has said comes back as well.
         """
         stages = self.executor.stages
         modes = [(module, module.training) for stage in stages for module in stage.module.modules()]

@@ -34,7 +34,7 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Return large blocks to the kernel as soon as they are freed from now on, and what is free already.
 
-    A process then has what is in use and little more, but gets pages anew for each large block.
+    A process then has what is in use and little more, but gets new pages for each large block.
     """
     global _keeps
     _keeps = False

@@ -83,7 +83,7 @@ def memory_by_rooms(
     Args:
         rooms: of each rank.
         held: bytes that each rank has.
-        machines: of each rank, a number that tells machines apart.
+        machines: of each rank, a number by which machines differ.
     """
     together: dict[tuple[object, ...], list[tuple[int, Room]]] = defaultdict(list)
     for rank, (of_rank, machine) in enumerate(zip(rooms, machines, strict=True)):
@@ -163,7 +163,7 @@ def _megabytes(env: Mapping[str, str], name: str) -> int:
 def own_limits(root: Path = ROOT) -> Iterator[Room]:
     """Yield the limits that the process has by itself (`ulimit -v`, `ulimit -d`).
 
-    They count what is mapped, touched or not: threads' stacks and freed memory, too.
+    They count what is mapped, touched or not: threads' stacks and freed memory as well.
     """
     limits, status = _text(root / "proc/self/limits"), _text(root / "proc/self/status")
     for origin, name, entry in (

@@ -104,7 +104,7 @@ def has_begun(directory: Path) -> bool:
 
 
 def continued(directory: Path) -> Path | None:
-    """Return the folder that the same command would resume from by itself; None if no rank has told one."""
+    """Return the folder that the same command would resume from by itself; None if no rank has named one."""
     try:
         return Path((directory / CONTINUES).read_text(encoding="utf-8"))
     except OSError:

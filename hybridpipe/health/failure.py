@@ -120,7 +120,7 @@ def _excepthook(kind: type[BaseException], error: BaseException | None, trace: T
 
 
 def _mistake(error: BaseException) -> UserError | None:
-    """Return a user's mistake, told in one line; None for another error, whose traceback is of use.
+    """Return a user's mistake, reported in one line; None for another error, whose traceback is of use.
 
     What the package itself raises for an argument is one: a ValueError or TypeError that no other error has
     caused. Its line names that of the script.

@@ -1,4 +1,4 @@
-"""Output of a launcher: what its ranks print passes at once; how the launcher tells a job's end is held back.
+"""Output of a launcher: what its ranks print passes at once; its report of a job's end is held back.
 
 Not known here: why a job ended. Invariant: apart from NUL bytes, whatever is not held back passes unchanged.
 """

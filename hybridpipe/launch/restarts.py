@@ -101,7 +101,7 @@ def stopped(last: Attempt) -> Attempt:
 
 
 def _same(before: Attempt, last: Attempt) -> bool:
-    """True if both failed alike, so that a third attempt would, too. A killed rank reports no error."""
+    """True if both failed alike, so that a third attempt would as well. A killed rank reports no error."""
     if not (before.has_begun or last.has_begun):
         return before.code == last.code
     return bool(last.error) and (before.error, before.step) == (last.error, last.step)

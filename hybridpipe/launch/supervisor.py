@@ -226,7 +226,7 @@ def _attempt(options: LaunchOptions, number: int, stop: Stop) -> tuple[restarts.
     """Start the job, wait for its end and leave no process behind.
 
     Returns:
-        Its end, and the folder of checkpoints that its command resumes from by itself, if a rank told one.
+        Its end, and the folder of checkpoints that its command resumes from by itself, if a rank named one.
     """
     try:
         reports = Path(tempfile.mkdtemp(prefix=".launch-", dir=options.out)).resolve()
@@ -262,7 +262,7 @@ def _attempt(options: LaunchOptions, number: int, stop: Stop) -> tuple[restarts.
 
 
 def _keep(boxes: str, ended: restarts.Attempt, options: LaunchOptions) -> None:
-    """Print what the launcher told of the end if nobody else has; a training keeps the rest in a file."""
+    """Print the launcher's report of the end if there is no other; a training keeps the rest in a file."""
     if ended.cause.endswith(restarts.NOT_TOLD):
         sys.stderr.write(boxes)
     elif options.resume_words and ended.code != restarts.MISTAKE:  # then OUT may be another training's

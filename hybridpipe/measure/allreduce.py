@@ -193,7 +193,7 @@ def _pauses(rest_seconds: float) -> Iterator[float]:
     """Return seconds to pause before each collective.
 
     Without pauses each would wait for the cycle after the one before it, however short it is. So the pauses
-    are spread evenly over the cycle. A link that lets bursts pass rests in each pause, too.
+    are spread evenly over the cycle. A link that lets bursts pass rests in each pause as well.
     """
     return (rest_seconds + GOLDEN * i % 1 * 1e-3 * QUICK_CYCLE_MILLISECONDS for i in count())
 

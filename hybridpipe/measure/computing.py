@@ -82,7 +82,7 @@ def measure_computing(
     """Measure the work that 1, 2, 4, ... and all ranks of a machine do at once. Collective over `world`.
 
     All machines are measured at the same time. The other ranks wait for a message, as they would for a stage
-    that computes, because polling takes processor time, too.
+    that computes, because polling takes processor time as well.
 
     Args:
         per_machine: ranks on each machine.

@@ -1,4 +1,4 @@
-"""Observed: one pass of all layers, which tells what each receives and passes on, and the bytes it keeps.
+"""Observed: one pass of all layers, which finds what each receives and passes on, and the bytes it keeps.
 
 Knows stages of one layer; no clock. Invariant: a storage counts in the layer that keeps it first.
 """
@@ -36,7 +36,7 @@ class Observed(NamedTuple):
     """One layer in a pass of the whole model: enough to run it by itself, as often as needed.
 
     Args:
-        form: of the microbatch, as the layer has told it.
+        form: of the microbatch, as the layer has said.
         received: what the layer before passed on, as leaves; None for the first layer.
         gradients: of its outputs; empty for the last layer.
         workspace: bytes that its passes have for a moment, besides what they keep, their inputs, and the

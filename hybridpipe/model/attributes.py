@@ -226,7 +226,7 @@ _PARTS: tuple[tuple[Any, Callable[[Any], list[Any] | None]], ...] = (
 
 
 def _parts(value: Any, with_globals: bool) -> list[Any] | None:
-    """Return the objects of which an object is made; None if they cannot be told."""
+    """Return the objects of which an object is made; None if they are unknown."""
     if isinstance(value, FunctionType):
         own = [value.__code__, value.__defaults__, value.__kwdefaults__, *(value.__closure__ or ())]
         named = chain.from_iterable(globals_of(value)) if with_globals else ()

@@ -71,7 +71,7 @@ class ModelExplanation:
         forbidden: places without an allowed cut; the modules around them are in one layer.
         opened: why a module is not called whole, by its path; modules that only hold others are left out.
         free: calls that follow from the model's inputs alone, so that every stage may make them.
-        guards: what the forward has read from its inputs; inputs that say otherwise are recorded anew.
+        guards: what the forward has read from its inputs; inputs that say otherwise are recorded again.
         draws: calls that draw random numbers.
         shared: parameters that several layers use, and buffers among them that must stay in one stage.
         unused: parameters that the forward does not use; the first stage holds them.

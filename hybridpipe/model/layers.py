@@ -95,7 +95,7 @@ class SequentialLayers:
     """The children of an `nn.Sequential`; any other model is one layer.
 
     Args:
-        why: the reason why a model is one layer, which may forbid some plans of one stage, too.
+        why: the reason why a model is one layer, which may forbid some plans of one stage as well.
         precision: in which the layers run.
 
     Raises:
@@ -143,7 +143,7 @@ class SequentialLayers:
             plan_fit.check_backward(plan, self.why_whole)
 
     def expects(self, inputs: Callable[[], Any]) -> bool:
-        """Return True: shapes are told with the first message."""
+        """Return True: shapes are sent with the first message."""
         return True
 
     def renew(self) -> None:

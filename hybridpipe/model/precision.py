@@ -44,7 +44,7 @@ class Precision:
     def lowered(self, layers: nn.Module) -> set[Tensor]:
         """Return the weights of which layers are called with copies: those that autocast would cast itself.
 
-        They are the weights of linear layers and convolutions, unless another kind of module holds them, too,
+        They are the weights of linear layers and convolutions, unless another kind of module also holds them,
         such as an embedding, which adds up its gradient in the weight's type.
         """
         lowered, others = set[Tensor](), set[Tensor]()

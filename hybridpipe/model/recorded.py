@@ -374,7 +374,7 @@ class _StageLookup:
         return held
 
     def assign(self, name: str, tensor: Tensor) -> None:
-        """Replace a buffer, in the model, too, unless other values stand in its place for a while."""
+        """Replace a buffer, in the model as well, unless other values stand in its place for a while."""
         path, _, attribute = name.rpartition(".")
         of_model = self._model.get_submodule(path)._buffers
         for layer in self._layers:

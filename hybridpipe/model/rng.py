@@ -39,7 +39,7 @@ def seed_generators(key: int, device: torch.device, python_too: bool) -> None:
     """Seed the generators that a layer on `device` draws from.
 
     Args:
-        python_too: seed Python's and NumPy's generators, too, which takes five times as long.
+        python_too: seed Python's and NumPy's generators as well, which takes five times as long.
     """
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
@@ -62,7 +62,7 @@ def preserved_state(device: torch.device, python_too: bool) -> Iterator[None]:
     """Restore the generators' states after this context.
 
     Args:
-        python_too: restore Python's and NumPy's, too, which takes 0.1 ms.
+        python_too: restore Python's and NumPy's as well, which takes 0.1 ms.
     """
     state = torch.get_rng_state()
     device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

@@ -1,7 +1,7 @@
 """Settings: what a model's records depend on beside its inputs: attributes, classes, globals and buffers.
 
-Knows one model and which modules are called whole, nothing of records. Invariant: a change is told once, and
-one that a recording makes itself is never told.
+Knows one model and which modules are called whole, nothing of records. Invariant: a change is reported once,
+and one that a recording makes itself never is.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -122,7 +122,7 @@ class Settings:
         return found
 
     def _held(self, owner: object, table: Mapping[str, Any], wholes: tuple[type, ...], look: Look) -> Any:
-        """Return the contents of a module's or a class's table, in which `wholes` are told by identity."""
+        """Return the contents of a module's or class's table, in which `wholes` are compared by identity."""
         known = self._tables.get(id(owner))
         if known is None or not _is_same(table, known):
             known = self._tables[id(owner)] = _looked_through(table, wholes)

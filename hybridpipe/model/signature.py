@@ -13,7 +13,7 @@ def module_signature(module: nn.Module) -> str:
     """Return the classes, settings, shapes and types of a module and all modules in it.
 
     A module's own numbers are left out, since they are its place among others or a rate more often than an
-    amount of work; `extra_repr` tells those that decide.
+    amount of work; `extra_repr` marks those that decide.
     """
     return repr([(path, *_own(part)) for path, part in module.named_modules(remove_duplicate=False)])
 

@@ -33,7 +33,7 @@ class StageModule:
         layers: the layers, in order.
         first_layer: index of the first layer in the whole model.
         names: the layers' names in the model; by default their indices.
-        shared: the first key in the model of each tensor that layers outside the stage hold, too, by its key.
+        shared: the first key in the model of each tensor that layers outside the stage also hold, by its key.
         precision: in which the layers run.
 
     Attributes:
@@ -113,7 +113,7 @@ class StageModule:
             inputs: the model's inputs; None unless `needs_inputs(training)`.
             seed: called before each layer, with the layer's place in random keys.
             training: False in an evaluation.
-            form: of the microbatch, as `form` has told it to this stage.
+            form: of the microbatch, as `form` has given it to this stage.
 
         Returns:
             what the next stage receives; the last stage's is the model's output.

@@ -52,7 +52,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
 
 
 def split(tree: Tree, size: int, count: int) -> list[Tree]:
-    """Return `count` parts of a tree, whose tensors are slices of so many samples, or of what is left."""
+    """Return `count` parts of a tree, whose tensors are slices of that many samples, or of what is left."""
     starts = range(0, count * size, size)
     if isinstance(tree, Tensor):  # the usual tree, in a third of the time
         return [tree[start : start + size] for start in starts]
@@ -114,7 +114,7 @@ def received(value: TensorTree, requires_grad: Sequence[bool]) -> TensorTree:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """Return a gradient's numbers as a dense tensor; of a sparse gradient, the numbers that it stores."""
+    """Return a gradient's values as a dense tensor; of a sparse gradient, the values that it stores."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

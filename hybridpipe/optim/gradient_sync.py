@@ -81,7 +81,7 @@ class Bucket:
         return self.handle is not None or self.is_reduced
 
     def reset(self) -> None:
-        """Begin anew, for the next reduction."""
+        """Begin again, for the next reduction."""
         self.missing, self.is_reduced = set(self.parameters), False
 
     def start(self, collectives: Collectives) -> None:
@@ -149,7 +149,7 @@ class BucketSync:
         self.renew()
 
     def renew(self) -> None:
-        """Build the buckets anew from the parameters that require grad now. Collective over the replicas."""
+        """Build the buckets again from the parameters that require grad now. Collective over the replicas."""
         self._unhook()
         trained = [p for p in self._parameters if p.requires_grad]
         self._buckets = self._make_buckets(trained)

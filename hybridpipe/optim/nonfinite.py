@@ -118,7 +118,7 @@ class NonfiniteCheck:
         return largest == 0
 
     def _seem_finite(self, losses: Mapping[int, Tensor]) -> bool:
-        """Return False if a number may not be finite; a norm of finite numbers can overflow, too."""
+        """Return False if a number may not be finite; a norm of finite numbers can overflow as well."""
         gradients = [p.grad for p in self._checked.values() if p.grad is not None]
         numbers = [*norms(gradients), *losses.values()]
         if not numbers:

@@ -96,7 +96,7 @@ class ShardedSync(BucketSync):
         shards: of the stage's parameters.
         scatters: reduce by reduce-scatters.
         frees: reduce after each backward, and free what another replica updates.
-        shared: parameters that ranks of other stages hold, too.
+        shared: parameters that ranks of other stages hold as well.
         compression, sparse, late: as for `BucketSync`.
     """
 

@@ -48,7 +48,7 @@ class FlatBucket:
         self.adopt()
 
     def adopt(self) -> None:
-        """Move the parameters' present numbers into one buffer, unless they are in it.
+        """Move the parameters' present values into one buffer, unless they are in it.
 
         A new version of the weights (`stage.weights`) leaves some outside.
         """

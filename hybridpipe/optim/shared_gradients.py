@@ -17,7 +17,7 @@ from hybridpipe.planning.shared_parameters import peers_of
 
 
 class SharedGradients:
-    """The parameters of one rank that other groups of ranks hold, too.
+    """The parameters of one rank that other groups of ranks hold as well.
 
     Each rank sends its gradients, already summed over its replicas, to the other holders, and adds what it
     receives in the order of the groups.

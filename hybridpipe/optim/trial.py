@@ -298,7 +298,7 @@ def _sample(parameters: Sequence[Tensor]) -> dict[Tensor, torch.Size]:
 
 
 def _cut(shape: torch.Size, most: int) -> torch.Size:
-    """Halve the longest dimensions of a shape until it has at most so many elements."""
+    """Halve the longest dimensions of a shape until it has at most that many elements."""
     sizes = list(shape)
     while math.prod(sizes) > most:
         longest = sizes.index(max(sizes))

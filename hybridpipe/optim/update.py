@@ -165,7 +165,7 @@ class UpdateRule(UpdateOptions):
         """Return the `Update` of a rank.
 
         Args:
-            parameters: the parameters of all stages that the rank holds. The optimizer gets frozen ones, too:
+            parameters: the parameters of all stages that the rank holds. The optimizer also gets frozen ones:
                 users may train them later, and it skips parameters without a gradient.
             stage: the rank's stage; any one of them where it holds several chunks.
             add_up, elsewhere: see `Update`.

@@ -20,7 +20,7 @@ class PlanRequest:
 
     Args:
         schedule: one of SCHEDULES, or AUTO for the fastest by prediction.
-        asynchronous: asynchronous schedules compete under AUTO, too.
+        asynchronous: asynchronous schedules compete under AUTO as well.
         recompute: stages may recompute activations where memory is short.
         zero: what the replicas of each stage shard (`StageSpec.zero`); AUTO: what memory requires, or is
             faster by prediction, stage by stage.

@@ -46,7 +46,7 @@ class Speed:
         return sum(samples for samples, _ in self._last) / self._seconds if self._seconds > 0 else None
 
     def seconds_left(self, minibatches: int, now: float) -> float | None:
-        """Return the time of so many minibatches and their validations; None for none, or if unknown."""
+        """Return the time of that many minibatches and their validations; None for none, or if unknown."""
         if self._begun is None or not self._done or not minibatches:
             return None
         return (now - self._begun) / self._done * minibatches

@@ -43,7 +43,7 @@ class RunStart:
         device: of rank 0.
         versions: of the software.
         candidates: the best of the plans that the plan was chosen from, best first; empty for a given plan.
-        notes: lines that were told before training.
+        notes: lines that were printed before training.
         command: the command line of a rank.
         commit: of the git work tree around the config or the script; "-dirty" behind it: it was changed.
     """

@@ -1,7 +1,7 @@
 """Report: OUT/report.html, written from the files that a training or a comparison leaves in OUT.
 
-Knows files and reports; neither torch nor MPI. Invariant: a file that is missing or damaged is told in one
-line, and the others are shown.
+Knows files and reports; neither torch nor MPI. Invariant: a file that is missing or damaged is reported in
+one line, and the others are shown.
 """
 
 import json

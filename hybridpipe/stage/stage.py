@@ -111,7 +111,7 @@ class Stage:
         self.renew()
 
     def begin(self) -> None:
-        """Adopt the parameters' present numbers; call it before each run."""
+        """Adopt the parameters' present values; call it before each run."""
         if self._copies is not None:
             self._copies.begin()
 
@@ -182,7 +182,7 @@ class Stage:
             slot: key of the microbatch for `backward`, needed if several minibatches are in flight;
                 `microbatch` by default.
             inputs: the model's inputs, samples in the first dimension; needed if `layers.needs_inputs`.
-            form: the microbatch's, as `layers.form` has told it; a recorded model's layers look at it.
+            form: the microbatch's, as `layers.form` has given it; a recorded model's layers look at it.
 
         Raises:
             ValueError: a layer uses its own parameters instead of `weights`.
@@ -398,12 +398,12 @@ class Stage:
         seed_place(self.seed, step, microbatch, place, self.device, python_too)
 
     def _shared_buffers(self) -> dict[str, tuple[Tensor, int]]:
-        """Return the buffers that other stages hold, too, and autograd's version counter of each, by path."""
+        """Return the buffers that other stages also hold, and autograd's version counter of each, by path."""
         buffers = {path: self.module.get_buffer(path) for path in self.layers.shared_buffers}
         return {path: (buffer, buffer._version) for path, buffer in buffers.items()}
 
     def _check_unchanged(self, before: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Raise ValueError if a forward has changed a buffer that other stages hold, too."""
+        """Raise ValueError if a forward has changed a buffer that other stages hold as well."""
         for path, (buffer, version) in before.items():
             if self.module.get_buffer(path) is not buffer or buffer._version != version:
                 raise ValueError(

@@ -273,7 +273,7 @@ def put_optimizer(
     `Optimizer.load_state_dict` is not used: it casts the state of a half-precision parameter to that dtype.
 
     Args:
-        options_too: load the groups' options, too, such as the learning rate, except FORMS.
+        options_too: load the groups' options as well, such as the learning rate, except FORMS.
     """
     optimizer.state.clear()
     for group in optimizer.param_groups:

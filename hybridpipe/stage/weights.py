@@ -238,7 +238,7 @@ class WeightVersions:
         return self._held[number]
 
     def begin(self) -> None:
-        """Adopt the Parameters' present numbers as the newest version; no microbatch uses it."""
+        """Adopt the Parameters' present values as the newest version; no microbatch uses it."""
         self._held.pop(self._newest, None)
 
     def keep_from(self, number: int) -> None:

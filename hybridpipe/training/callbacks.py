@@ -1,6 +1,6 @@
 """Callbacks: what `fit` calls at its events, on every rank, and the view of the training that they get.
 
-Not known here: what a callback does. Invariant: a callback is called on all ranks in the same order and at
+Not known here: the work of a callback. Invariant: a callback is called on all ranks in the same order and at
 the same points of the training, so it may call what is collective.
 """
 
@@ -25,7 +25,7 @@ class Run:
 
     Args:
         trainer: the trainer whose `fit` calls.
-        save: saves a checkpoint in a folder, of which it keeps so many.
+        save: saves a checkpoint in a folder, of which it keeps a number.
         epochs: epochs that this call of `fit` trains at most.
         steps: minibatches after which the training ends at the latest; None if its data set cannot tell.
     """
@@ -218,7 +218,7 @@ class CallbackList:
         return {name: callback.state_dict() for name, callback in self._named.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hand each its state; one that the checkpoint does not know begins anew."""
+        """Hand each its state; one that the checkpoint does not know begins again."""
         for name, callback in self._named.items():
             if name in state:
                 callback.load_state_dict(state[name])

@@ -150,7 +150,7 @@ class CheckpointManager:
         Args:
             settings: folder, interval and number of checkpoints.
             anew: True to save even a state that was just resumed from this folder.
-            callbacks: told of each checkpoint.
+            callbacks: called for each checkpoint.
         """
         self._callbacks = callbacks or self._callbacks
         self.claim(settings.folder)
@@ -223,7 +223,7 @@ class CheckpointManager:
             later: there is no worker yet. The train state is the checkpoint's from now on, and whatever is
                 refused in `load` is refused again.
             or_anew: allow a folder without checkpoints. The same call then resumes after a restart, and the
-                supervisor is told so.
+                supervisor knows it.
             allow_changed: allow settings that differ from the checkpoint's; the new ones are used.
             numbers: of tensors on the meta device, which a file of weights, or the checkpoint, then gives.
 
@@ -316,7 +316,7 @@ class CheckpointManager:
 
         Args:
             is_new: the worker was made for the first minibatch. If the checkpoint is refused, it is closed,
-                and whatever needs one next is refused, too.
+                and whatever needs one next is refused as well.
 
         Raises:
             UserError: it does not fit; no state has changed.

@@ -1,6 +1,6 @@
 """Console: what a training says of itself on standard error, by rank 0.
 
-Not known here: what the user must be told in any case (`hybridpipe.notices`). Invariant: each line is
+Not known here: lines that the user gets in any case (`hybridpipe.notices`). Invariant: each line is
 said once, whoever trains, a script or `hybridpipe train`, and begins with the time of day.
 """
 

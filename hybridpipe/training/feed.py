@@ -41,7 +41,7 @@ class Feed:
         """Return the source of a data set or DataLoader to train on.
 
         Args:
-            drop_last: leave out the samples behind the last full minibatch; a DataLoader may say so, too.
+            drop_last: leave out the samples behind the last full minibatch; a DataLoader may say so as well.
 
         Raises:
             TypeError, ValueError: as `source_of`, or an IterableDataset cannot be loaded ahead.

@@ -1,7 +1,7 @@
 """FitLoop: the epochs of one `Trainer.fit`, and the reasons to end it early.
 
 Data sets are not known here: minibatches and evaluation are callbacks.
-Invariant: after an error the next `fit` begins the epoch anew.
+Invariant: after an error the next `fit` begins the epoch again.
 """
 
 from collections.abc import Callable, Iterator

@@ -43,8 +43,8 @@ class Breaks(NamedTuple):
     """Breaks within an epoch, under a synchronous schedule.
 
     Args:
-        max_steps: the training ends when it has so many minibatches, those of earlier runs included.
-        eval_every: `evaluate` is called whenever the training has a multiple of so many minibatches.
+        max_steps: the training ends when it has that many minibatches, those of earlier runs included.
+        eval_every: `evaluate` is called whenever the training has a multiple of that many minibatches.
         evaluate: evaluates; it may set `stop_from` of the train state.
     """
 

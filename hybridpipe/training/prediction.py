@@ -23,7 +23,7 @@ def predict(
     It is called inside `worker.evaluating()`.
 
     Args:
-        first_samples: returns so many of the data set as one microbatch.
+        first_samples: returns that many of the data set as one microbatch.
     """
     worker.average_statistics()
     parts, sizes = list[Tree](), list[int]()
@@ -55,7 +55,7 @@ class _Outputs:
         self.of_microbatches: list[Tree] = []
 
     def __call__(self, outputs: Tree, targets: Tree, num_samples: int) -> list[float]:
-        """Keep a copy; there are no numbers to add up."""
+        """Keep a copy; there is nothing to add up."""
         self.of_microbatches.append(map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), outputs))
         return []
 
@@ -64,7 +64,7 @@ def is_unclear(parts: Sequence[Tree], sizes: Sequence[int]) -> bool:
     """Return True if a tensor may have as many rows as each microbatch has samples, by chance.
 
     Such are a recurrent state of as many layers, whose samples are in another dimension, and a matrix that
-    is the same for all samples. A microbatch of another size tells.
+    is the same for all samples. A microbatch of another size decides.
     """
     if len(sizes) < 2 or len(set(sizes)) > 1:
         return False
@@ -86,7 +86,7 @@ def joined(parts: Sequence[Tree], sizes: Sequence[int], count: int | None = None
 
     Args:
         sizes: of the microbatches, in samples.
-        count: of the microbatches that are returned; later ones only tell which dimension has the samples.
+        count: of the microbatches that are returned; later ones only show which dimension has the samples.
     """
     leaves, specs = zip(*map(pytree.tree_flatten, parts), strict=True)
     if any(spec != specs[0] for spec in specs):

@@ -239,11 +239,11 @@ class Trainer(TrainerView):
         and epoch determine the order. After `resume` the first epoch is the rest of one, if any is left.
 
         Args:
-            epochs: at most so many; by default one, or with `max_steps` as many as that takes.
-            max_steps: end once so many minibatches are trained on, those before a checkpoint included. Like
+            epochs: at most that many; by default one, or with `max_steps` as many as that takes.
+            max_steps: end once that many minibatches are trained on, those before a checkpoint included. Like
                 `eval_every` not under asynchronous schedules, whose minibatches overlap within an epoch.
             validation: data set to evaluate on after each epoch.
-            eval_every: evaluate also after each so many minibatches.
+            eval_every: evaluate also each time after that many minibatches.
             shuffle: False to keep the data set's order. A DataLoader's sampler decides for itself, and an
                 IterableDataset is read in its own order.
             drop_last: leave out the samples behind the last full minibatch, in each epoch others.
@@ -330,7 +330,7 @@ class Trainer(TrainerView):
         return self._save(root, keep)
 
     def _save(self, root: str | os.PathLike[str], keep: int) -> Path:
-        """Save between two minibatches, inside `fit`, too."""
+        """Save between two minibatches, inside `fit` as well."""
         self.state.check_call("save", in_fit=True, with_gradients=False)
         return self._checkpoints.save(self.worker, Checkpointing(root, keep=keep), self.microbatch_size)
 
@@ -343,7 +343,7 @@ class Trainer(TrainerView):
         another plan weights, buffers and optimizer state are bit-equal by name. Collective.
 
         Args:
-            or_anew: start anew if a folder has no checkpoint.
+            or_anew: start again if a folder has no checkpoint.
             allow_changed: allow other optimizer options, scheduler, clipping, loss, data set and frozen
                 parameters. The new ones are used and listed; a scheduler is advanced to the current step.
 
@@ -405,7 +405,7 @@ class Trainer(TrainerView):
     def prepare(
         self, dataset: Any, validation: Any = None, *, folder: str | os.PathLike[str] | None = None
     ) -> None:
-        """Check data sets and model, and make a plan by name from the first minibatch; `fit` does so, too.
+        """Check data sets and model, and make a plan by name from the first minibatch; `fit` does so as well.
 
         Args:
             folder: keeps what is measured of the machines for the next start; for `fit` that of `checkpoint`.

@@ -55,7 +55,7 @@ def check_trainable(
     """Check the model, its loss, and the factories that each stage calls for its own parameters.
 
     Args:
-        is_deferred: tensors on the meta device get their numbers later.
+        is_deferred: tensors on the meta device get their values later.
 
     Raises:
         TypeError: an argument has another type, or the model is no `nn.Module`.

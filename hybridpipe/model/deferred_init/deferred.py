@@ -1,4 +1,4 @@
-"""Deferred: a model whose parameters and buffers have no numbers yet, and those that a rank is to have.
+"""Deferred: a model whose parameters and buffers have no values yet, and those that a rank is to have.
 
 Knows no ranks and no plan. Invariant: a tensor that a module holds twice, or two modules hold, stays one; all
 that is filled is what the factory would have made at once.
@@ -50,7 +50,7 @@ class Numbers:
 
     @property
     def lacks(self) -> str:
-        """Name a tensor that has no numbers yet, and its module's class; "" if all have."""
+        """Name a tensor that has no values yet, and its module's class; "" if all have."""
         return next(
             (f"{name} of a {kind}" for name, kind in self.unset.items() if name not in self.given), ""
         )
@@ -88,7 +88,7 @@ class Numbers:
     def fill_for_measuring(self, model: nn.Module) -> None:
         """Put buffers into a model's copy, and parameters that all begin at one address.
 
-        A time does not depend on a parameter's numbers, and a model that is larger than a rank can be
+        A time does not depend on a parameter's values, and a model that is larger than a rank can be
         measured.
         """
         held = [each for _, each in _held(model) if each.is_meta]
@@ -123,7 +123,7 @@ def build(factory: Factory) -> Built:
 
     Raises:
         TypeError: it returns no module. Its own errors are raised as they are.
-        ValueError: it has kept a tensor without numbers from the first call.
+        ValueError: it has kept a tensor without values from the first call.
     """
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     tape = Tape()
@@ -194,7 +194,7 @@ def _checked(model: Any, factory: Factory) -> nn.Module:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what torch prints about fake tensors; what they do not do is told by `Built`."""
+    """Keep back what torch prints about fake tensors; `Built` reports unsupported operations."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -315,7 +315,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def build_alike(model: nn.Module | Factory, world: "MPI.Comm") -> Built:
-    """Return a module as it is, or what a function makes, without numbers where that is possible. Collective.
+    """Return a module as it is, or what a function makes, without values where that is possible. Collective.
 
     A module on the meta device is as one that a function makes. Where the ranks' functions do not do the
     same, each makes its whole model, and rank 0's weights count.

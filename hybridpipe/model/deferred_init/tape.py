@@ -1,6 +1,6 @@
-"""Tape: notes what is done to tensors without numbers, and makes the numbers of those that are wanted.
+"""Tape: notes what is done to tensors without values, and makes the values of those that are wanted.
 
-Knows tensors only, no model. Invariant: a tensor's numbers are bit for bit those that the same calls give it
+Knows tensors only, no model. Invariant: a tensor's values are bit for bit those that the same calls give it
 where they are made at once.
 
 New tensors are fake ones in a tape's context (as in torchdistX's deferred_init). Random numbers are drawn at
@@ -181,7 +181,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return set().union(*(call.writes for call in self._calls[begin:]))
 
     def check_nothing_is_left(self) -> None:
-        """Raise CannotDefer if someone still holds a tensor without numbers: a cache, a hook, a closure."""
+        """Raise CannotDefer if someone still holds a tensor without values: a cache, a hook, a closure."""
         gc.collect()
         left = [
             each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is self._fake

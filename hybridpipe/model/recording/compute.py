@@ -1,4 +1,4 @@
-"""Compute: what a call gives during a recording: real tensors, or fake ones that have shapes only.
+"""Compute: the result of a call during a recording: real tensors, or fake ones that have shapes only.
 
 Knows one event and torch's fake tensors, and no model.
 Invariant: free glue is computed for real, since guards read it; a leaf module only on random numbers.

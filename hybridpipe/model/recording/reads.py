@@ -21,7 +21,7 @@ class LossReads(TorchFunctionMode):
         """Watch a loss.
 
         Args:
-            made: tells for a tensor if the forward has made it.
+            made: says for a tensor if the forward has made it.
             returned: what the loss may read.
         """
         super().__init__()

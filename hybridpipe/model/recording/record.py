@@ -325,7 +325,7 @@ class Record:
 
     @cached_property
     def random_guards(self) -> set[int]:
-        """Indices of the guards that follow from random numbers, which each run draws anew."""
+        """Indices of the guards that follow from random numbers, which each run draws again."""
         random: set[int] = set()
         for i, event in enumerate(self.events):
             if event.free and (event.draws or any(self.values[v].maker in random for v in event.uses)):

@@ -78,7 +78,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._copies.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what an operator does, and run it."""
+        """Note an operator's effects, and run it."""
         kwargs = kwargs or {}
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         self.reads |= _reads(func, args)
@@ -114,7 +114,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _reads(func: Any, args: Any) -> bool:
-    """Return True if an operator's result tells Python about data; an index of integers does not."""
+    """Return True if an operator's result shows data to Python; an index of integers does not."""
     if torch.Tag.data_dependent_output in func.tags:
         return True
     by_integers = func._schema.name == "aten::index" and not any(

@@ -8,7 +8,7 @@ when the slowest part of the whole pipeline is, less the way from the stage to t
 
     sum + slowest of all w, x, y and s + max over stages (e + u - way to the front)
 
-x contains what passes in the other direction, too, divided by h: of a few messages that share a link all
+x contains what passes in the other direction as well, divided by h: of a few messages that share a link all
 arrive at the end, and so do the gradients that answer them, so the directions take turns.
 """
 

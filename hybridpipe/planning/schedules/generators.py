@@ -452,7 +452,7 @@ def losses_late(plan: Plan) -> int:
 
 
 def resume_points_every(plan: Plan) -> int:
-    """Return the number of minibatches between two resume points of a stream; its end is one, too.
+    """Return the number of minibatches between two resume points of a stream; its end is one as well.
 
     A checkpoint holds every stage's weights after the same minibatches. Under a flush that is any minibatch;
     under PipeDream a stage updates once a round.

@@ -1,6 +1,6 @@
 """Advice: what is printed where no plan fits into memory.
 
-It says by how much the closest plan does not, and what every remedy gives. Not known here: time.
+It says by how much the closest plan does not, and the gain of every remedy. Not known here: time.
 Invariant: a remedy that is said to help was tried.
 """
 

@@ -3,7 +3,7 @@
 1. `proposals` names plans; the best of a closed formula, exactly, are among them (`partition`).
 2. Those that may be the best by their bounds are simulated, and all straight pipelines where these are few.
 3. `refine` simulates neighbours of the best.
-4. The plans for fewer ranks compete, too: for every number up to `EVERY_NUMBER`, for powers of two above,
+4. The plans for fewer ranks compete as well: for every number up to `EVERY_NUMBER`, for powers of two above,
    unless so few ranks could not compute as fast.
 
 Under a memory limit the plans of the same search without one compete where they fit. Invariants: only plans

@@ -139,7 +139,7 @@ class StageProgram:
         """Yield the plan of least sum whose every maximum is below the bound, for each bound; None if there
         is none.
 
-        The wait for gradients is such a maximum, too. It grows with the sum from a slot to the end, so of the
+        The wait for gradients is also such a maximum. It grows with the sum from a slot to the end, so of the
         ways from a slot on the least sum has the least wait, and none is lost.
 
         Args:

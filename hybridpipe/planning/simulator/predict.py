@@ -74,7 +74,7 @@ def predict(
 
     Raises:
         ValueError: plan and profile differ in layers, or the plan names a rank that the cluster lacks, or has
-            so many microbatches or replicas that simulating them would take minutes.
+            more microbatches or replicas than can be simulated in a minute or so.
     """
     plan.check_world(cluster.num_ranks)
     _check_size(plan)

@@ -45,7 +45,7 @@ class Deadlock(RuntimeError):
 
 
 class _Round(NamedTuple):
-    """A collective on its way round a ring, at whose end `done(replicas)` is called."""
+    """A collective that travels around a ring, at whose end `done(replicas)` is called."""
 
     ring: RingRoute
     done: Callable[[Replicas], None]
@@ -317,7 +317,7 @@ class Simulation:
                 self.engine.start(handling, rank.processors, self.part_done, replicas)
 
     def go_round(self, round_: "_Round", num_bytes: float) -> float:
-        """Start a collective's way round its ring. Return the part of its work that bandwidth limits."""
+        """Start a collective around its ring. Return the part of its work that bandwidth limits."""
         ring = round_.ring
         work = num_bytes * ring.work_per_byte
         limited = work - pass_at_once(ring.bursts, work, self.engine.now)

@@ -11,7 +11,7 @@ from hybridpipe.planning.simulator.simulator import Simulation
 class WaitingSimulation(Simulation):
     """A run in which a rank spends the whole of each of its messages in it.
 
-    A send lasts until its message has arrived. A receive lasts until then, too, but as long as the message
+    A send lasts until its message has arrived. A receive lasts until then as well, but as long as the message
     alone on its link if it comes later than the send.
     """
 

@@ -173,7 +173,7 @@ def _epochs(epochs: Mapping[int, float], across: _Axis) -> Iterator[Tick]:
 
 
 def _coinciding(drawn: Sequence[Series], thin: Sequence[Sequence[_Bucket]], upward: _Axis) -> str:
-    """Say which lines cannot be told apart, since the last one drawn hides the others."""
+    """Say which lines coincide, since the last one drawn hides the others."""
     heights = [[(each.x, upward.share(each.value)) for each in buckets] for buckets in thin]
     groups: dict[int, list[int]] = {}
     for i, line in enumerate(heights):

@@ -73,7 +73,7 @@ def measured_cluster(
         progress_thread: True if the transport of the training has one (`probe`).
         cluster: an earlier measurement of as many ranks, which saves a new one; rank 0's is used.
         device: on which this rank computes; by default the CPU.
-        with_sharding: measure what only plans with `zero` need, too.
+        with_sharding: measure what only plans with `zero` need as well.
 
     Raises:
         ValueError: the ranks cannot be measured (`probe`); raised on every rank.

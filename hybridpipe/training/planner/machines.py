@@ -36,7 +36,7 @@ class MeasuredMachines:
     Args:
         conditions: text by name (`conditions`).
         cluster: the machines, without limits of memory.
-        with_sharding: True if what only plans with `zero` need was measured, too.
+        with_sharding: True if what only plans with `zero` need was measured as well.
         profile: the model.
     """
 
@@ -99,7 +99,7 @@ class MachinesFile:
     Args:
         folder: of the file.
         now: the conditions (`conditions`).
-        with_sharding: a measurement holds what only plans with `zero` need, too.
+        with_sharding: a measurement holds what only plans with `zero` need as well.
     """
 
     def __init__(self, folder: Path, now: dict[str, str], with_sharding: bool) -> None:
@@ -109,7 +109,7 @@ class MachinesFile:
     def read(self, world: MPI.Comm) -> MeasuredMachines | None:
         """Return what was measured under the same conditions, the same on every rank, else None. Collective.
 
-        A file that cannot be read, or is another version's, is no measurement: it will be written anew.
+        A file that cannot be read, or is another version's, is no measurement: it will be written again.
         """
         found: MeasuredMachines | None = None
         if world.rank == 0 and self.path.exists():

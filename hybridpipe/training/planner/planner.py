@@ -91,7 +91,7 @@ class Planner:
     """Makes the plan of one training.
 
     Args:
-        options: of the training; with a limit of memory a given plan is predicted, too.
+        options: of the training; with a limit of memory a given plan is predicted as well.
         model, numbers: the model, and the numbers of its tensors on the meta device.
         rule: optimizer and settings of updates.
         device: of this rank.
