@@ -37,7 +37,7 @@ ORDER = [
     "version",
     "planning",
 ]
-SHIMS = {"hybridpipe.__init__", "hybridpipe.__main__", "hybridpipe.launcher"}  # of public names only
+SHIMS = {"hybridpipe.__init__", "hybridpipe.__main__"}  # of public names only
 
 
 def module_name(path: Path) -> str:

@@ -66,7 +66,7 @@ def replication(
     Args:
         plan: its `sync` is a backend that all replicas can use.
         stages: those that the rank holds.
-        shared: parameters that ranks of other stages hold, too.
+        shared: parameters that ranks of other stages hold as well.
     """
     uses = Counter(p for stage in stages for p in stage.module.parameters())
     parameters, is_first = list(uses), replicas.rank == 0

@@ -44,7 +44,7 @@ class StageSpec:
         recompute: the stage keeps only its inputs and runs the forward again before the backward (GPipe,
             Huang et al. 2019, section 2.3).
         zero: what its replicas shard (ZeRO, Rajbhandari et al., SC 2020, section 5): 0
-            nothing, 1 the optimizer's state and its update, 2 the gradients, too. Without meaning for one
+            nothing, 1 the optimizer's state and its update, 2 also the gradients. Without meaning for one
             replica.
         scatter: under `zero` gradients are reduced by a reduce-scatter; False: by an all-reduce.
 

@@ -136,17 +136,9 @@ class Trainer(TrainerView):
         consistency.check_arguments(self.world, model, loss, self.rule, wanted.given, metrics, **facts)
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
         self._console = Console(self.world, verbose)
+        rule, device, say = self.rule, self.device, self._console.say
         self._planner = Planner(
-            wanted,
-            model,
-            numbers,
-            loss,
-            self.rule,
-            self.world,
-            self.device,
-            minibatch_size,
-            microbatch_size,
-            self._console.say,
+            wanted, model, numbers, loss, rule, self.world, device, minibatch_size, microbatch_size, say
         )
         self._begin_state()
         if not self._planner.waits:
@@ -455,19 +447,12 @@ class Trainer(TrainerView):
         self.choice = planned.choice
         self.metrics.begin(planned.memory)
         self._checkpoints.limit_bytes = planned.memory.limit_bytes if self.device.type == "cpu" else None
+        plan, layers, thread, numbers = planned.plan, planned.layers, planned.progress_thread, planned.numbers
         worker = Worker(
-            planned.layers,
-            planned.plan,
-            self.loss,
-            self.rule,
-            self.world,
-            self.device,
-            self.seed,
-            planned.progress_thread,
-            planned.numbers,
+            layers, plan, self.loss, self.rule, self.world, self.device, self.seed, thread, numbers
         )
-        self._continues_plan = self._checkpoints.continues(planned.plan)
-        self._console.say_plan(planned.plan, self.choice, self.microbatch_size, self._continues_plan)
+        self._continues_plan = self._checkpoints.continues(plan)
+        self._console.say_plan(plan, self.choice, self.microbatch_size, self._continues_plan)
         self._checkpoints.load(worker, is_new=True)
         self.metrics.end_start(self.device)
         self._worker, self._planner.numbers = worker, None

@@ -26,7 +26,7 @@ synchronous minibatch of M microbatches the formula is
     h   the microbatches that a replica may have on that way (`round_trips`)
 
 Where replicas shard their update (`StageSpec.zero`), a step takes a part of the time that the whole one
-does. Where they shard gradients, too, each microbatch has a reduction, and its backward all products: the
+does. Where they also shard gradients, each microbatch has a reduction, and its backward all products: the
 stage in the maximum has (ceil(M/m) - 1) (w + e).
 
 The last line matters where links are slow: a replica of 1F1B that has h microbatches on their way computes no

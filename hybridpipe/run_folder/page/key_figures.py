@@ -67,7 +67,7 @@ def _validation(summary: Summary) -> Iterator[Figure]:
 
 
 def warnings(run: RunData) -> Iterator[str]:
-    """Yield what was told during the training, then what its figures say."""
+    """Yield the notices of the training, then what its figures say."""
     summary = run.summary or Summary()
     yield from summary.warnings
     if summary.updates_left_out:
