@@ -46,7 +46,7 @@ from hybridpipe.planning.schedules.instructions import (
     Step,
 )
 from hybridpipe.planning.schedules.resume_point import ResumePoint
-from hybridpipe.planning.timeline import TimelineEvent
+from hybridpipe.planning.timeline import TimedEvent
 from hybridpipe.stage.losses import LossSum, MicrobatchLoss, summed
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.statistics import RunningStatistics
@@ -67,7 +67,7 @@ class UpdateResult(NamedTuple):
     """
 
     losses: dict[int, LossSum]
-    events: list[TimelineEvent]
+    events: list[TimedEvent]
     num_minibatches: int
     skipped: bool = False
 
@@ -285,11 +285,11 @@ class ProgramRun:
         self.losses, self.marks, self.applied, self.skipped = {}, [], 0, False
         return result
 
-    def _events(self) -> list[TimelineEvent]:
+    def _events(self) -> list[TimedEvent]:
         """Return the events between the marks, whose times are read only now."""
         seconds = self.executor.lanes.seconds([self.began, *(mark for _, mark in self.marks)])
         each = zip(self.marks, seconds, seconds[1:], strict=False)
-        return [TimelineEvent(instruction, began, end) for (instruction, _), began, end in each]
+        return [TimedEvent(instruction, began, end) for (instruction, _), began, end in each]
 
     def scale_of(self, minibatch: int) -> LossScale:
         """Return the scale of a minibatch's loss."""

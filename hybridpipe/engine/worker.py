@@ -44,7 +44,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import forward_program, overflows_late, program
 from hybridpipe.planning.schedules.instructions import Forward, RankProgram, without_update
 from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_program
-from hybridpipe.planning.timeline import TimelineEvent
+from hybridpipe.planning.timeline import TimedEvent
 from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
 from hybridpipe.types import Loss
@@ -258,7 +258,7 @@ class Worker:
 
     def train(
         self, minibatch: Minibatch, step: int, update: bool = True
-    ) -> tuple[PendingLosses, list[TimelineEvent]]:
+    ) -> tuple[PendingLosses, list[TimedEvent]]:
         """Train on one minibatch, and flush.
 
         Args:
@@ -269,7 +269,7 @@ class Worker:
             each microbatch's loss, on the way to all ranks; this rank's events.
         """
         losses: dict[int, LossSum] = {}
-        events: list[TimelineEvent] = []
+        events: list[TimedEvent] = []
         with failure.guard():
             todo = self._program(len(minibatch.sizes), update)
             for done in self.executor.run(todo, Stream([minibatch], step)):
@@ -282,7 +282,7 @@ class Worker:
 
     def stream(
         self, minibatches: Sequence[Minibatch], step: int, done: int = 0
-    ) -> Iterator[tuple[list[PendingLosses], list[TimelineEvent]]]:
+    ) -> Iterator[tuple[list[PendingLosses], list[TimedEvent]]]:
         """Train on minibatches without a flush in between, under an asynchronous schedule.
 
         Yields for each update of this rank the losses of the minibatches that it covers, and this rank's
@@ -301,12 +301,12 @@ class Worker:
                 for m, loss in update.losses.items():
                     at = stream[m]
                     numbers[at.step - step][at.microbatch] = loss
-                summed = [
+                sums = [
                     self.sum_losses(ahead.popleft(), update.skipped) for _ in range(update.num_minibatches)
                 ]
                 if scales is not None:
-                    scales.note(each.were_skipped for each in summed)
-                yield summed, update.events
+                    scales.note(each.were_skipped for each in sums)
+                yield sums, update.events
             while ahead:
                 yield [self.sum_losses(ahead.popleft())], []
             self._settle()

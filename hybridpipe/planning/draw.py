@@ -21,7 +21,7 @@ from hybridpipe.planning.schedules.instructions import (
     Load,
     Products,
 )
-from hybridpipe.planning.timeline import BACKWARDS, COLLECTIVES, Timeline, TimelineEvent, kind
+from hybridpipe.planning.timeline import BACKWARDS, COLLECTIVES, TimedEvent, Timeline, kind
 
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 MEMORY_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
@@ -71,7 +71,7 @@ def text(timeline: Timeline, width: int = 100) -> str:
     return "\n".join([*rows, f"0 to {timeline.seconds / scale:.3g} {unit}; {key}{left_out}"])
 
 
-def _row(events: tuple[TimelineEvent, ...], seconds: float, columns: int) -> str:
+def _row(events: tuple[TimedEvent, ...], seconds: float, columns: int) -> str:
     row = ["."] * columns
     for event in events:
         start, end = (round(t / (seconds or 1.0) * columns) for t in (event.start_seconds, event.end_seconds))
@@ -226,7 +226,7 @@ class MicrobatchNumber(NamedTuple):
 
 
 def bars(
-    events: Iterable[TimelineEvent], left: float, top: float, per_second: float, finest: float = 0.0
+    events: Iterable[TimedEvent], left: float, top: float, per_second: float, finest: float = 0.0
 ) -> tuple[dict[str, str], list[MicrobatchNumber]]:
     """Return a row's bars as the path of each colour, which keeps thousands of them small, and their numbers.
 

@@ -38,7 +38,7 @@ COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
 TRACE_FORMAT = "hybridpipe-trace/1"  # of files with Chrome traces; Perfetto ignores the field
 
 
-class TimelineEvent(NamedTuple):
+class TimedEvent(NamedTuple):
     """One instruction on one rank. A receive lasts as long as the rank waited for it."""
 
     instruction: Instruction | Load | Products
@@ -138,7 +138,7 @@ class Timeline:
     forward on.
     """
 
-    events: Mapping[int, tuple[TimelineEvent, ...]]
+    events: Mapping[int, tuple[TimedEvent, ...]]
 
     @property
     def seconds(self) -> float:
@@ -273,7 +273,7 @@ class Timeline:
         return events
 
 
-def typical(minibatches: Sequence[Mapping[int, Sequence[TimelineEvent]]]) -> Timeline:
+def typical(minibatches: Sequence[Mapping[int, Sequence[TimedEvent]]]) -> Timeline:
     """Return the minibatch of median length; time 0 is the first rank's beginning, earlier waits are cut."""
     found = [
         Timeline({rank: tuple(shifted(of_rank, begin)) for rank, of_rank in events.items()})
@@ -282,7 +282,7 @@ def typical(minibatches: Sequence[Mapping[int, Sequence[TimelineEvent]]]) -> Tim
     return sorted(found, key=lambda each: each.seconds)[(len(found) - 1) // 2]
 
 
-def _begin(events: Mapping[int, Sequence[TimelineEvent]]) -> float:
+def _begin(events: Mapping[int, Sequence[TimedEvent]]) -> float:
     starts = (
         each.start_seconds
         for of_rank in events.values()
@@ -292,11 +292,11 @@ def _begin(events: Mapping[int, Sequence[TimelineEvent]]) -> float:
     return min(starts, default=0.0)
 
 
-def shifted(events: Iterable[TimelineEvent], begin: float) -> Iterator[TimelineEvent]:
+def shifted(events: Iterable[TimedEvent], begin: float) -> Iterator[TimedEvent]:
     """Yield events with `begin` as time 0, without the time before it."""
     for each in events:
         start, end = max(each.start_seconds - begin, 0.0), max(each.end_seconds - begin, 0.0)
-        yield TimelineEvent(each.instruction, start, end)
+        yield TimedEvent(each.instruction, start, end)
 
 
 def from_chrome_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, Timeline]:
@@ -306,12 +306,12 @@ def from_chrome_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, Timeline
         KeyError, TypeError, ValueError: they are others.
     """
     names: dict[int, str] = {}
-    ranks: defaultdict[int, defaultdict[int, list[TimelineEvent]]] = defaultdict(lambda: defaultdict(list))
+    ranks: defaultdict[int, defaultdict[int, list[TimedEvent]]] = defaultdict(lambda: defaultdict(list))
     for each in events:
         process, rank = each["pid"], each["tid"]
         if each["ph"] == "X":
             start = each["ts"] * 1e-6
-            ranks[process][rank].append(TimelineEvent(parse(each["name"]), start, start + each["dur"] * 1e-6))
+            ranks[process][rank].append(TimedEvent(parse(each["name"]), start, start + each["dur"] * 1e-6))
         elif each["name"] == "process_name":
             names[process] = each["args"]["name"]
         else:

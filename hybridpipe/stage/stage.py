@@ -33,7 +33,7 @@ from hybridpipe.types import Loss
 _Result = TypeVar("_Result")
 
 
-class _ForwardArguments(NamedTuple):
+class _Call(NamedTuple):
     """The arguments of a microbatch's forward."""
 
     slot: int  # its key in the stash
@@ -60,7 +60,7 @@ class _Graph(NamedTuple):
 
 
 class _Stashed(NamedTuple):
-    call: _ForwardArguments
+    call: _Call
     graph: _Graph | None  # None: the forward runs again
     buffers: Mapping[str, Tensor] | None = None  # their values before the forward
 
@@ -187,9 +187,7 @@ class Stage:
         Raises:
             ValueError: a layer uses its own parameters instead of `weights`.
         """
-        call = _ForwardArguments(
-            _slot(slot, microbatch), microbatch, step, received, inputs, weights, form=form
-        )
+        call = _Call(_slot(slot, microbatch), microbatch, step, received, inputs, weights, form=form)
         return self._forward(call).outputs
 
     def forward_loss(
@@ -222,9 +220,7 @@ class Stage:
         """
         key = _slot(slot, microbatch)
         loss = self._forward(
-            _ForwardArguments(
-                key, microbatch, step, received, inputs, weights, targets, share, num_samples, form, scale
-            )
+            _Call(key, microbatch, step, received, inputs, weights, targets, share, num_samples, form, scale)
         ).loss
         assert loss is not None
         return loss
@@ -299,7 +295,7 @@ class Stage:
         if self._copies is not None:
             self._copies.collect(self._copies.current())
 
-    def _forward(self, call: _ForwardArguments) -> _Graph:
+    def _forward(self, call: _Call) -> _Graph:
         if call.weights is None and self._copies is not None:
             call = call._replace(weights=self._copies.current(), collects=True)
         if not self.recompute:
@@ -333,14 +329,14 @@ class Stage:
                     self._holding(call.weights, later, lambda: torch.autograd.backward(ends, of_ends))
         return tuple(tensor.grad for tensor in tensors_in(call.received)), later
 
-    def _collecting(self, call: _ForwardArguments) -> AbstractContextManager[None]:
+    def _collecting(self, call: _Call) -> AbstractContextManager[None]:
         """Return a context in which gradients of the stage's own copies move to the parameters."""
         if not call.collects:
             return nullcontext()
         assert self._copies is not None and call.weights is not None
         return self._copies.handing_over(call.weights)
 
-    def _graph(self, call: _ForwardArguments, buffers: Mapping[str, Tensor] | None = None) -> _Graph:
+    def _graph(self, call: _Call, buffers: Mapping[str, Tensor] | None = None) -> _Graph:
         later: _Later | None = None
         if self.split_backward:
             later = WeightHalf(trained_parameters(self.module) if call.weights is None else call.weights)
@@ -367,7 +363,7 @@ class Stage:
         with self._deferring.deferring_to(later):
             return self._substitution.run(function, later.weights, buffers)
 
-    def _run(self, call: _ForwardArguments) -> tuple[TensorTree, MicrobatchLoss | None]:
+    def _run(self, call: _Call) -> tuple[TensorTree, MicrobatchLoss | None]:
         seed = partial(self._seed, call.step, call.microbatch)
         before = self._shared_buffers()
         received = None if call.received is None else map_tensors(_enter, call.received)

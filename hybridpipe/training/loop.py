@@ -17,12 +17,12 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.optim.update import Made
 from hybridpipe.planning.schedules.generators import losses_late
 from hybridpipe.planning.schedules.resume_point import ResumePoint
-from hybridpipe.planning.timeline import TimelineEvent
+from hybridpipe.planning.timeline import TimedEvent
 from hybridpipe.training.metrics import Metrics, MinibatchRecord
 from hybridpipe.training.train_state import EpochProgress, TrainState, is_resume_point
 
 # An update of this rank: its minibatches with their travelling losses, and the events since the last update.
-Trained = tuple[list[tuple[Minibatch, PendingLosses]], list[TimelineEvent]]
+Trained = tuple[list[tuple[Minibatch, PendingLosses]], list[TimedEvent]]
 
 
 class Travelling(NamedTuple):
@@ -180,7 +180,7 @@ class EpochLoop:
             self._keeper.take(self._state.step, self._point)
             self._keeper.losses_in(self._progress.losses_in)
 
-    def _keep_update(self, trained: Sequence[Minibatch], events: list[TimelineEvent], seconds: float) -> None:
+    def _keep_update(self, trained: Sequence[Minibatch], events: list[TimedEvent], seconds: float) -> None:
         full = all(minibatch.num_samples == self._minibatch_size for minibatch in trained)
         self._metrics.keep(events, seconds, full, len(trained))
 

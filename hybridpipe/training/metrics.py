@@ -17,15 +17,7 @@ from hybridpipe.device import peak_memory_bytes
 from hybridpipe.engine.worker import Worker
 from hybridpipe.environment.memory_limits import RankMemory
 from hybridpipe.optim.update import Made
-from hybridpipe.planning.timeline import (
-    COMPUTE,
-    EventTime,
-    Timeline,
-    TimelineEvent,
-    shifted,
-    spent_in,
-    typical,
-)
+from hybridpipe.planning.timeline import COMPUTE, EventTime, TimedEvent, Timeline, shifted, spent_in, typical
 from hybridpipe.report.memory import predicted_bytes
 
 # The first minibatches exchange shapes and warm up caches. They count for losses, not for speeds.
@@ -122,7 +114,7 @@ class Traced(NamedTuple):
 class _TimedUpdate(NamedTuple):
     """One update of this rank."""
 
-    events: list[TimelineEvent]
+    events: list[TimedEvent]
     seconds: float
     num_minibatches: int
 
@@ -176,7 +168,7 @@ class Metrics:
         """Record the peak until now: of imports, measuring, and making or loading the weights."""
         self._start_peak = peak_memory_bytes(device)
 
-    def keep(self, events: list[TimelineEvent], seconds: float, full: bool, num_minibatches: int = 1) -> None:
+    def keep(self, events: list[TimedEvent], seconds: float, full: bool, num_minibatches: int = 1) -> None:
         """Record an update's events and the seconds since the last update; short minibatches are left out."""
         if full and num_minibatches:
             self._kept.append(_TimedUpdate(events, seconds, num_minibatches))
@@ -326,7 +318,7 @@ def _rank_time(updates: Sequence[_TimedUpdate], spent: Iterable[EventTime]) -> R
     )
 
 
-def _in_common(events: dict[int, list[TimelineEvent]]) -> Timeline | None:
+def _in_common(events: dict[int, list[TimedEvent]]) -> Timeline | None:
     """Return the timeline of the span that every rank has recorded; None without one."""
     if not all(events.values()):
         return None
@@ -353,5 +345,5 @@ def _since_all(kept: dict[int, list[_TimedUpdate]]) -> dict[int, list[_TimedUpda
     }
 
 
-def _on_wall_clock(events: list[TimelineEvent]) -> list[TimelineEvent]:
+def _on_wall_clock(events: list[TimedEvent]) -> list[TimedEvent]:
     return [*shifted(events, time.perf_counter() - time.time())]

@@ -30,7 +30,7 @@ from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Place
 from hybridpipe.planning.schedules.generators import overflows_late, programs
 from hybridpipe.planning.schedules.instructions import RankProgram, without_update
-from hybridpipe.planning.timeline import TimelineEvent
+from hybridpipe.planning.timeline import TimedEvent
 from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
 from tests.engine.inprocess import Mailboxes, QueueTransport, SharedSync
@@ -140,7 +140,7 @@ class Result(NamedTuple):
     losses: list[float]
     gradients: list[list[Tensor | None]]
     parameters: list[Tensor]
-    events: dict[int, list[list[TimelineEvent]]]
+    events: dict[int, list[list[TimedEvent]]]
     executors: dict[int, Executor]
 
 
@@ -276,7 +276,7 @@ def in_threads(
     cut = [slice_minibatch(*minibatch, microbatch_size) for minibatch in minibatches]
     streams = [Stream(cut, 0)] if plan.is_asynchronous else [Stream([m], i) for i, m in enumerate(cut)]
     found: list[dict[int, LossSum]] = [{} for _ in minibatches]
-    events: dict[int, list[list[TimelineEvent]]] = {rank: [] for rank in plan.ranks}
+    events: dict[int, list[list[TimedEvent]]] = {rank: [] for rank in plan.ranks}
 
     def train(rank: int) -> None:
         with lanes[rank].cuda if isinstance(lanes[rank], LateLanes) else nullcontext():

@@ -13,7 +13,7 @@ from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import Step
 from hybridpipe.planning.simulator.predict import predict, simulate
-from hybridpipe.planning.timeline import Timeline, TimelineEvent
+from hybridpipe.planning.timeline import TimedEvent, Timeline
 from tests.planning.helpers import free, layer, model, parse, plan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -162,7 +162,7 @@ def test_svg_time_axis():
     [(3e-5, "0 µs", "5"), (0.8, "0 ms", "100"), (7.0, "0 s", "1"), (9e5, "0 s", "100000")],
 )
 def test_svg_time_axis_takes_the_unit_that_fits(seconds, first, second):
-    seen = words(svg(Timeline({0: (TimelineEvent(Step(), 0.0, seconds),)})))
+    seen = words(svg(Timeline({0: (TimedEvent(Step(), 0.0, seconds),)})))
     assert seen[seen.index(first) + 1] == second
 
 
@@ -252,8 +252,8 @@ def test_a_picture_of_very_many_events_stays_light_and_keeps_their_outline():
 @pytest.mark.parametrize("pixels, shown", [(10.4, False), (10.6, True)])
 def test_a_number_stands_in_a_bar_that_has_room_for_it(pixels, shown):
     """A digit and a pixel on either side."""
-    one = TimelineEvent(parse("F0")[0], 0.0, pixels)
-    picture = svg(Timeline({0: (one, TimelineEvent(Step(), pixels, SPAN))}))
+    one = TimedEvent(parse("F0")[0], 0.0, pixels)
+    picture = svg(Timeline({0: (one, TimedEvent(Step(), pixels, SPAN))}))
     assert ('class="number' in picture) == shown
 
 
@@ -261,9 +261,9 @@ def test_a_number_stands_in_a_bar_that_has_room_for_it(pixels, shown):
     "seconds, told", [(1.0, "1 s"), (0.999, "999 ms"), (1e-3, "1 ms"), (9.9e-4, "990 µs")]
 )
 def test_text_tells_the_time_in_the_unit_that_fits(seconds, told):
-    assert f"0 to {told};" in text(Timeline({0: (TimelineEvent(Step(), 0.0, seconds),)}))
+    assert f"0 to {told};" in text(Timeline({0: (TimedEvent(Step(), 0.0, seconds),)}))
 
 
 def test_text_of_no_time_and_of_next_to_none():
     assert "0 to 0 s;" in text(EMPTY)
-    assert "0 to 0.1 µs;" in text(Timeline({0: (TimelineEvent(Step(), 0.0, 1e-7),)}))
+    assert "0 to 0.1 µs;" in text(Timeline({0: (TimedEvent(Step(), 0.0, 1e-7),)}))

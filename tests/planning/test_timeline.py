@@ -9,7 +9,7 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.schedules.instructions import Forward, Load
 from hybridpipe.planning.schedules.registry import SCHEDULES
 from hybridpipe.planning.simulator.predict import predict
-from hybridpipe.planning.timeline import Timeline, TimelineEvent, from_chrome_trace, kind
+from hybridpipe.planning.timeline import TimedEvent, Timeline, from_chrome_trace, kind
 from tests.planning.helpers import layer, model, parse, plan
 
 
@@ -20,7 +20,7 @@ def timeline(**ranks: str) -> Timeline:
         words = [word.split(":") for word in line.split()]
         spans = [tuple(map(float, span.split("-"))) for _, span in words]
         program = parse(" ".join(name for name, _ in words))
-        events[int(rank[1:])] = tuple(TimelineEvent(i, *span) for i, span in zip(program, spans))
+        events[int(rank[1:])] = tuple(TimedEvent(i, *span) for i, span in zip(program, spans))
     return Timeline(events)
 
 
@@ -169,8 +169,8 @@ def test_where_a_ranks_time_goes():
 
 
 def test_loading_is_no_computing():
-    loaded = TimelineEvent(Load(0), 0.0, 3.0)
-    seen = Timeline({0: (loaded, TimelineEvent(Forward(0), 3.0, 4.0))})
+    loaded = TimedEvent(Load(0), 0.0, 3.0)
+    seen = Timeline({0: (loaded, TimedEvent(Forward(0), 3.0, 4.0))})
     assert seen.spent(plan([1], 1))[0].loading_seconds == 3
     assert seen.busy_seconds(0) == 1
     assert seen.parts(plan([1], 1)).idle_seconds == 3

@@ -10,7 +10,7 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.environment.memory_limits import RankMemory
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.schedules.instructions import AllReduce, Backward, Forward, Step
-from hybridpipe.planning.timeline import Spent, TimelineEvent
+from hybridpipe.planning.timeline import Spent, TimedEvent
 from hybridpipe.training.metrics import KEPT, WARM_UP, Metrics, MinibatchRecord, Past, RankTime
 
 
@@ -20,12 +20,12 @@ def worker(predicted: Prediction | None = None) -> SimpleNamespace:
     return SimpleNamespace(plan=plan, control=MPI.COMM_SELF, device=torch.device("cpu"), executor=executor)
 
 
-def minibatch(start: float, scale: float = 1.0) -> list[TimelineEvent]:
+def minibatch(start: float, scale: float = 1.0) -> list[TimedEvent]:
     """Busy for 3, waiting for 1, in units of `scale` seconds."""
     ends = [(Forward(0), 1.0), (Backward(0), 2.5), (AllReduce(), 3.5), (Step(), 4.0)]
     events, began = [], start
     for instruction, end in ends:
-        events.append(TimelineEvent(instruction, began, start + end * scale))
+        events.append(TimedEvent(instruction, began, start + end * scale))
         began = start + end * scale
     return events
 

@@ -46,7 +46,7 @@ class Ref(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Call:
+class _WritingCall:
     """A call that writes to tensors.
 
     Args:
@@ -75,7 +75,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._calls: list[_Call] = []
+        self._calls: list[_WritingCall] = []
         self._numbers: dict[int, int] = {}  # of storages, by their addresses
         self._storages: list[Any] = []  # kept, so that no address is used again
         self._given: dict[int, _Storage] = {}  # copies of those of tensors that were there
@@ -110,7 +110,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if writes:
             read = frozenset(leaf.storage for leaf in _refs(arguments))
             self._check(func, arguments, written)
-            call = _Call(func, arguments, read, writes, results, None)
+            call = _WritingCall(func, arguments, read, writes, results, None)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 with _disable_current_modes():
                     self._draw(call, read - written)
@@ -119,7 +119,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._calls.append(call)
         return made
 
-    def _draw(self, call: _Call, needed: Collection[int]) -> None:
+    def _draw(self, call: _WritingCall, needed: Collection[int]) -> None:
         """Draw for real and forget what was drawn, so that the generator goes on as it would."""
         call.state = torch.get_rng_state()
         with torch.no_grad():
@@ -241,7 +241,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return held
 
 
-def _make(call: _Call, held: dict[int, _Storage]) -> None:
+def _make(call: _WritingCall, held: dict[int, _Storage]) -> None:
     """Make a call with numbers; add the storages that it makes. What it lacks it only writes to."""
 
     def real(leaf: Any) -> Any:

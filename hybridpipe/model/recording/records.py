@@ -23,9 +23,7 @@ from hybridpipe.model.rng import preserved_state
 from hybridpipe.types import Loss
 
 CPU = torch.device("cpu")
-SHARE = (
-    1 / 4
-)  # of the parameters: a larger module hinders four ranks' balance; an event takes 5 us (docs/log)
+SHARE = 1 / 4  # of the parameters: a larger module hinders the balance; an event takes 5 us (docs/log)
 MOST_SHAPES = 512  # of which records are kept
 WHOLE = 1.0  # no module is opened for its size
 

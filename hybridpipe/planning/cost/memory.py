@@ -38,7 +38,7 @@ from hybridpipe.planning.schedules.generators import (
 )
 from hybridpipe.planning.schedules.instructions import Backward, BackwardInput, BackwardWeight, Forward, Step
 from hybridpipe.planning.shared_parameters import counted_bytes, exchanged_bytes
-from hybridpipe.planning.timeline import Timeline, TimelineEvent
+from hybridpipe.planning.timeline import TimedEvent, Timeline
 
 # Steps of a rank's memory over time: (seconds, bytes from then on), in order.
 Curve = tuple[tuple[float, int], ...]
@@ -343,7 +343,7 @@ def curves(profile: ModelProfile, plan: Plan, timeline: Timeline) -> dict[int, C
 
 
 def _steps(
-    profile: ModelProfile, plan: Plan, group: int, events: tuple[TimelineEvent, ...]
+    profile: ModelProfile, plan: Plan, group: int, events: tuple[TimedEvent, ...]
 ) -> Iterator[tuple[float, int]]:
     stages = _stages(profile, plan, plan.held_stages(Place(group, 0)))
     resident = int(_resident(stages, plan.replicas[group]))

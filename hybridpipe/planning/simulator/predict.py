@@ -21,7 +21,7 @@ from hybridpipe.planning.schedules.instructions import Backward, Program
 from hybridpipe.planning.schedules.registry import DEFAULT
 from hybridpipe.planning.simulator.simulator import Deadlock, Simulation
 from hybridpipe.planning.simulator.waiting import WaitingSimulation
-from hybridpipe.planning.timeline import Timeline, TimelineEvent
+from hybridpipe.planning.timeline import TimedEvent, Timeline
 
 __all__ = ["MAX_INSTRUCTIONS", "Deadlock", "is_simulated", "predict", "simulate"]
 
@@ -38,7 +38,7 @@ def simulate(
     costs: Sequence[StageCost],
     cluster: Cluster,
     *,
-    until: Callable[[TimelineEvent], bool] | None = None,
+    until: Callable[[TimedEvent], bool] | None = None,
 ) -> Timeline:
     """Run one program a rank and return the predicted timeline.
 
@@ -121,7 +121,7 @@ def _flushed(
     total = plan.num_microbatches
     counts = _representative(plan)
 
-    def is_late(event: TimelineEvent) -> bool:
+    def is_late(event: TimedEvent) -> bool:
         return event.end_seconds > limit
 
     until = is_late if limit < math.inf else None
@@ -196,7 +196,7 @@ class _Pace:
         self.ends: list[float] = []
         self.is_steady = False
 
-    def repeats(self, event: TimelineEvent) -> bool:
+    def repeats(self, event: TimedEvent) -> bool:
         """Return True if the pace is steady; called after each event of the first rank."""
         if event.instruction == self._next:
             self._next = Backward(self._next.microbatch + self._step)

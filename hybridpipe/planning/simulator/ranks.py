@@ -12,7 +12,7 @@ from hybridpipe.planning.cost.formula import StageCost
 from hybridpipe.planning.schedules.instructions import Program, final_backwards
 from hybridpipe.planning.shared_parameters import SharedMessage
 from hybridpipe.planning.simulator.resources import Machines, Route
-from hybridpipe.planning.timeline import TimelineEvent
+from hybridpipe.planning.timeline import TimedEvent
 
 Key = tuple[int, int, bool, int, int]  # sender, receiver, forward?, microbatch, the receiver's stage
 
@@ -41,7 +41,7 @@ class Rank:
         self.is_crowded = False  # its machine has more active ranks than processors
         self.position = 0
         self.since = 0.0  # when the instruction at `position` began
-        self.events: list[TimelineEvent] = []
+        self.events: list[TimedEvent] = []
         has_finals = replicas.buckets or any(cost.products_seconds for cost in self.costs)
         self.finals = final_backwards(program) if has_finals else frozenset[int]()
         self.products_seconds = 0.0  # of deferred products

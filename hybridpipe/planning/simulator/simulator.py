@@ -37,7 +37,7 @@ from hybridpipe.planning.shared_parameters import exchange_of
 from hybridpipe.planning.simulator.fluid_engine import Engine
 from hybridpipe.planning.simulator.ranks import Key, Message, Rank, Replicas
 from hybridpipe.planning.simulator.resources import Machines, RingRoute, pass_at_once
-from hybridpipe.planning.timeline import Timeline, TimelineEvent
+from hybridpipe.planning.timeline import TimedEvent, Timeline
 
 
 class Deadlock(RuntimeError):
@@ -61,7 +61,7 @@ class Simulation:
         plan: Plan,
         costs: Sequence[StageCost],
         cluster: Cluster,
-        until: Callable[[TimelineEvent], bool] | None,
+        until: Callable[[TimedEvent], bool] | None,
     ) -> None:
         self.plan, self.cluster, self.until = plan, cluster, until
         self.engine = Engine()
@@ -113,7 +113,7 @@ class Simulation:
         waiting = [rank for rank in self.ranks if rank.position < len(rank.program)]
         if self.engine.is_stopped:
             for rank in waiting:
-                rank.events.append(TimelineEvent(rank.program[rank.position], rank.since, self.engine.now))
+                rank.events.append(TimedEvent(rank.program[rank.position], rank.since, self.engine.now))
         elif waiting:
             raise Deadlock(
                 "nothing can advance: "
@@ -133,14 +133,14 @@ class Simulation:
             instruction = program[rank.position]
             if not start[type(instruction)](rank, instruction):
                 return
-            rank.events.append(TimelineEvent(instruction, now, now))
+            rank.events.append(TimedEvent(instruction, now, now))
             rank.position += 1
 
     def finish(self, rank: Rank) -> None:
         """End the current instruction of a rank, once its exchange is over, and start the next."""
         if not self.exchange(rank):
             return
-        event = TimelineEvent(rank.program[rank.position], rank.since, self.engine.now)
+        event = TimedEvent(rank.program[rank.position], rank.since, self.engine.now)
         rank.events.append(event)
         rank.position += 1
         if self.until is not None and rank is self.ranks[0] and self.until(event):
@@ -227,7 +227,7 @@ class Simulation:
 
     def products_done(self, rank: Rank) -> None:
         """Note the event of deferred products, and continue with the all-reduce."""
-        rank.events.append(TimelineEvent(Products(), rank.since, self.engine.now))
+        rank.events.append(TimedEvent(Products(), rank.since, self.engine.now))
         self.advance(rank)
 
     def finish_reduction(self, rank: Rank, instruction: AllReduce | ReduceScatter) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hybridpipe.planning import draw
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.quantities import duration
-from hybridpipe.planning.timeline import Timeline, TimelineEvent, kind, typical
+from hybridpipe.planning.timeline import TimedEvent, Timeline, kind, typical
 from hybridpipe.run_folder.page.curves import Hover, Tick
 
 WIDTH = 1000.0  # of a row of a timeline, in its own units; the page stretches it
@@ -115,9 +115,9 @@ def _first(timeline: Timeline) -> tuple[Timeline, str]:
     return Timeline(first), f"the first {STREAM} of {total} updates"
 
 
-def _updates(events: Iterable[TimelineEvent]) -> list[list[TimelineEvent]]:
+def _updates(events: Iterable[TimedEvent]) -> list[list[TimedEvent]]:
     """Split a rank's events behind each update."""
-    found: list[list[TimelineEvent]] = []
+    found: list[list[TimedEvent]] = []
     ended = True
     for event in events:
         name = kind(event.instruction)
@@ -156,7 +156,7 @@ def _view(name: str, timeline: Timeline, note: str, plan: Plan, span: float) -> 
     return TimelineView(name, ", ".join(notes), tuple(rows), _seconds(span), legend)
 
 
-def _hovers(events: Iterable[TimelineEvent], per_second: float) -> Iterator[Hover]:
+def _hovers(events: Iterable[TimedEvent], per_second: float) -> Iterator[Hover]:
     """Yield what a reader sees who points at an event that is long enough for that."""
     for event in events:
         left, width = event.start_seconds * per_second, event.seconds * per_second
