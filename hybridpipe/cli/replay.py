@@ -156,8 +156,8 @@ def _trainer(settings: Replay, rank: int) -> Trainer:
         for i, layer in enumerate(profile.layers)
     ]
     whole = sum(profile.layers[i].update_seconds for s in held for i in range(s.start, s.stop))
-    shares_out = place is not None and plan.zero_of(place.stage) > 0
-    update_seconds = whole / (held[0].replicas if shares_out else 1)
+    shards = place is not None and plan.zero_of(place.stage) > 0
+    update_seconds = whole / (held[0].replicas if shards else 1)
 
     def optimizer(parameters: Iterable[Tensor]) -> SleepingOptimizer:
         return SleepingOptimizer(parameters, own_pace, update_seconds)

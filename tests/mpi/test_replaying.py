@@ -59,7 +59,7 @@ def test_synchronous(job, folder):
     assert told["samples_per_second"] == pytest.approx(8 / told["minibatch_seconds_median"])
 
 
-def test_replicas_that_share_out_the_update(job, folder):
+def test_replicas_that_shard_the_update(job, folder):
     """By a reduce-scatter, whose rows also count the gradients, and an all-gather of padded weights."""
     plan = Plan((StageSpec(0, 2, 2, zero=2, scatter=True), StageSpec(2, 3, 1)), num_microbatches=4)
     job(3, "hybridpipe", *words(folder, "profile.json", plan, "--minibatches", "3"))

@@ -399,7 +399,7 @@ def trained_only(given):
     return torch.optim.SGD([p for p in given if p.requires_grad], lr=0.1)
 
 
-def test_replicas_of_a_frozen_stage_have_no_update_to_share_out():
+def test_replicas_of_a_frozen_stage_have_no_update_to_shard():
     frozen = [p.requires_grad_(False) for p in parameters(None, None)]
     shards, rule = Shards(frozen, 0, (0, 1), None), UpdateRule(trained_only)
     assert rule.why_not_apart(nn.ParameterList(frozen), frozen, shards, has_all=True) is None

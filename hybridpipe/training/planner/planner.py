@@ -377,7 +377,7 @@ class Planner:
             allocator.suit(least, now[self._world.rank].left_bytes)  # weights and gradients, by any plan
 
     @property
-    def _shares_out(self) -> bool:
+    def _shards(self) -> bool:
         """True if replicas may shard their update under the plan."""
         if isinstance(self._given, Plan):
             return any(map(self._given.zero_of, range(self._given.num_stages)))
@@ -395,7 +395,7 @@ class Planner:
         folder = self._world.bcast(self.folder)
         if not self._resumes or self._given == AUTO or folder is None:
             return None
-        file = MachinesFile(folder, self._conditions(), self._shares_out)
+        file = MachinesFile(folder, self._conditions(), self._shards)
         before = file.read(self._world)
         if before is None or before.profile is None or before.profile.num_layers != layers.num_layers:
             return None
@@ -409,7 +409,7 @@ class Planner:
         is_alone = self._world.size == 1  # no machine is measured
         if known is None and folder is not None and not is_alone:
             now = self._conditions(profile) | {"sync": ", ".join(self.backends)}
-            file = MachinesFile(folder, now, self._shares_out)
+            file = MachinesFile(folder, now, self._shards)
             before = file.read(self._world)
             known = None if before is None else before.cluster
             if known is not None and self._world.rank == 0:  # the report says so, too
@@ -424,7 +424,7 @@ class Planner:
             progress_thread=self.progress_thread,
             cluster=known,
             device=self._device,
-            with_sharding=self._shares_out,
+            with_sharding=self._shards,
         )
         if known is None and file is not None and self._world.rank == 0:
             file.write(cluster, profile)

@@ -95,7 +95,7 @@ def test_1f1b(replicas, num_microbatches, place, expected):
         ),
     ],
 )
-def test_replicas_that_share_out_the_update(schedule, variant, place, expected):
+def test_replicas_that_shard_the_update(schedule, variant, place, expected):
     """Gradients that are sharded are reduced after each backward, equally often on each replica."""
     made = plan([2, 1], 5, schedule).running([variant, variant])
     assert computed(made, 5, *place) == expected
@@ -107,7 +107,7 @@ def test_the_last_reduction_completes_the_gradients():
         assert [each.completes for each in program if isinstance(each, Reduction)] == [False, True]
 
 
-def test_chunks_of_a_rank_share_out_one_update():
+def test_chunks_of_a_rank_shard_one_update():
     made = plan([2, 2], 2, "interleaved-1f1b", chunks=2, zero=1)
     assert computed(made, 2, 1).endswith("B0.1 B0 all-reduce step all-gather")
 

@@ -284,7 +284,7 @@ SHARED_OUT = "F0 B0 reduce-scatter F2 B2 reduce-scatter step all-gather"
         (SHARED_OUT.removesuffix(" all-gather"), "the updated weights must be gathered"),
     ],
 )
-def test_replicas_that_share_out_the_update_reduce_after_each_backward(bad, told):
+def test_replicas_that_shard_the_update_reduce_after_each_backward(bad, told):
     made = plan([2], 3).running([Variant(zero=2, scatter=True)])
     ran = programs(made)
     assert ran[0] == parse(SHARED_OUT)
