@@ -272,7 +272,7 @@ def test_under_pipedream_all_replicas_of_a_stage_update_once_a_round(count):
     for replicas in itertools.product(range(1, 5), repeat=3):
         made = plan(replicas, 1, "pipedream")
         for rank, program in programs(made, count).items():
-            stage, replica = made.place(rank)
+            stage, replica, _ = made.place(rank)
             mine = list(range(replica, count, replicas[stage]))
             assert [i.microbatch for i in program if isinstance(i, Forward)] == mine
             assert [i.microbatch for i in program if isinstance(i, Backward)] == mine
@@ -322,7 +322,7 @@ def test_evaluation_runs_forwards_over_the_same_routes():
 @settings(deadline=None, derandomize=True)
 def test_each_microbatch_once_on_its_rank_forward_first_and_the_flush_last(made):
     for rank, program in programs(made).items():
-        stage, replica = made.place(rank)
+        stage, replica, _ = made.place(rank)
         mine = [b for b in range(made.num_microbatches) if b % made.replicas[stage] == replica]
         forwards = [i.microbatch for i in program if isinstance(i, Forward)]
         backwards = [i.microbatch for i in program if isinstance(i, Backward)]
