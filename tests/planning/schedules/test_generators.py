@@ -358,7 +358,7 @@ def test_each_send_has_its_receive(made):
 @settings(deadline=None, derandomize=True)
 def test_no_more_in_flight_than_memory_was_counted_for(made):
     for rank, program in programs(made).items():
-        stage, _ = made.place(rank)
+        stage = made.place(rank).stage
         mine = sum(isinstance(i, Forward) for i in program)
         allowed = min(in_flight_per_stage(made, made.num_microbatches)[stage], mine)
         stashed = peak = 0
