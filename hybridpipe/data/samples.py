@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from hybridpipe.data.beginning import begun
 from hybridpipe.data.source import CPU, Source
 from hybridpipe.model.rng import preserved_state, random_key, seed_generators
 from hybridpipe.model.tensors import Tree, named_leaves, num_samples, raw_bytes
+from hybridpipe.torch_private import pytree
 from hybridpipe.types import Collate
 
 A_SAMPLE, A_COLLATION = -1, -2  # stand in a random key where a layer has its index

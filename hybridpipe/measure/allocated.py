@@ -6,12 +6,10 @@ Knows torch's allocators; no layers. Invariant: nothing is printed, and a user's
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-_autograd: Any = torch._C._autograd  # without types
-_profiler: Any = torch._C._profiler
+from hybridpipe.torch_private import autograd, profiler
 
 
 @dataclass
@@ -42,7 +40,7 @@ def allocated(device: torch.device) -> Iterator[Allocated]:
         yield seen
         seen.most = torch.cuda.max_memory_allocated(device) - before
         seen.kept = torch.cuda.memory_allocated(device) - before
-    elif _autograd._profiler_enabled():
+    elif autograd._profiler_enabled():
         yield seen
     else:
         changes: list[int] = []
@@ -62,11 +60,11 @@ def _recorded(changes: list[int]) -> Iterator[None]:
     allocates and frees.
     """
     shapes, memory, stack, flops, modules = False, True, False, False, False
-    cpu, more = _profiler.ProfilerState.CPU, _profiler._ExperimentalConfig()
-    config = _profiler.ProfilerConfig(cpu, shapes, memory, stack, flops, modules, more)
-    _autograd._enable_profiler_legacy(config)
+    cpu, more = profiler.ProfilerState.CPU, profiler._ExperimentalConfig()
+    config = profiler.ProfilerConfig(cpu, shapes, memory, stack, flops, modules, more)
+    autograd._enable_profiler_legacy(config)
     try:
         yield
     finally:
-        for thread in _autograd._disable_profiler_legacy():
+        for thread in autograd._disable_profiler_legacy():
             changes += [e.cpu_memory_usage() for e in thread if e.kind() == "memory_alloc"]

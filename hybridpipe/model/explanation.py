@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from hybridpipe.model.recording import Event, Record, call_arguments
 from hybridpipe.planning.profile import SharedParameter
+from hybridpipe.torch_private import pytree
 
 SEQUENTIAL, RECORDED, WHOLE = "nn.Sequential", "recorded", "one layer"
 LONGEST_FACT = 40  # characters of what a guard has read

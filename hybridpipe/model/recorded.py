@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import (
@@ -30,6 +29,7 @@ from hybridpipe.model.settings import Settings
 from hybridpipe.model.stage_module import Seed, StageModule, joined
 from hybridpipe.model.tensors import map_tensors, tensors_in, tensors_of
 from hybridpipe.planning.plan import Plan
+from hybridpipe.torch_private import pytree
 from hybridpipe.types import Loss
 
 

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from hybridpipe.torch_private import foreach_norm, pytree
 
 TensorTree = Tensor | tuple[Tensor, ...]  # crosses a boundary between stages
 Tree = Any  # inputs, targets and outputs of a model: dicts, tuples, lists of tensors, numbers and None
@@ -120,7 +121,7 @@ def dense(gradient: Tensor) -> Tensor:
 
 def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return the norm of each gradient, a tensor of one number."""
-    return list(torch._foreach_norm([dense(gradient) for gradient in gradients])) if gradients else []
+    return list(foreach_norm([dense(gradient) for gradient in gradients])) if gradients else []
 
 
 def not_finite(tensor: Tensor) -> str | None:

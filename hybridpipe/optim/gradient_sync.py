@@ -15,6 +15,7 @@ from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.status import rank_status
 from hybridpipe.planning.checks import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.cost.formula import BUCKET_BYTES
+from hybridpipe.torch_private import uses_of_storage
 
 # Larger gradients are reduced in pieces of so many elements: Horovod 0.28.1 counts elements in 32 bits, and
 # would reduce the first few of 2^32. So does MPI before its fourth version.
@@ -313,7 +314,7 @@ def _shares_memory(gradient: Tensor) -> bool:
     CUDA graph trees use the same private call.
     """
     storage = gradient.untyped_storage()  # this object counts as one use more
-    return torch._C._storage_Use_Count(storage._cdata) > 2
+    return uses_of_storage(storage) > 2
 
 
 def filled(parameters: Sequence[Tensor]) -> list[list[Tensor]]:

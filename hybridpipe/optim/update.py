@@ -28,6 +28,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
 from hybridpipe.stage.state import options_of
 from hybridpipe.stage.weights import sparse_parameters
+from hybridpipe.torch_private import foreach_mul_, foreach_norm
 from hybridpipe.types import OptimizerFactory
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -343,13 +344,13 @@ class Update:
         """Clip as torch.nn.utils.clip_grad_norm_ does, by the norm over the whole model. Collective."""
         gradients = gradients_of(self.optimizer)
         counted = gradients_of(self.optimizer, self._elsewhere)
-        norms = list(torch._foreach_norm(counted)) if counted else []
+        norms = list(foreach_norm(counted)) if counted else []
         here = float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
         norm = math.sqrt(self.add_up(here))
         self.made = self.made._replace(gradient_norm=norm)
         factor = max_norm / (norm + 1e-6)
         if gradients and not factor >= 1:  # a NaN norm makes all gradients NaN, as in one process
-            torch._foreach_mul_(gradients, factor)
+            foreach_mul_(gradients, factor)
 
 
 def gradients_of(optimizer: torch.optim.Optimizer | None, without: Collection[Tensor] = ()) -> list[Tensor]:

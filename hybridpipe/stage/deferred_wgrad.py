@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hybridpipe.torch_private import are_transforms_active, will_run
+
 
 class Operation(Protocol):
     """An operation that is linear in its weight; `gradient` is that of the output."""
@@ -200,7 +202,7 @@ def _is_plain(inputs: Tensor, weight: Tensor) -> bool:
         type(inputs) in (Tensor, nn.Parameter)
         and inputs.layout == torch.strided
         and not (inputs.is_nested or inputs.is_complex() or weight.is_complex())
-        and not torch._C._are_functorch_transforms_active()
+        and not are_transforms_active()
     )
 
 
@@ -229,7 +231,7 @@ class _Deferred(torch.autograd.Function):
         if now:
             of_weight = operation.weight_gradient(gradient, inputs, weight).to(ctx.weight.dtype)
         # ... or within its backward, for the gradients of inputs alone.
-        elif torch._C._will_engine_execute_node(ctx.next_functions[1][0]):
+        elif will_run(ctx.next_functions[1][0]):
             sink.note(Use(operation, inputs.detach(), gradient, ctx.weight, bias))
         if bias is not None and (now or not sink.takes_biases):
             of_bias = operation.bias_gradient(gradient).to(bias.dtype)

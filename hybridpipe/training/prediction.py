@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine.worker import Worker
 from hybridpipe.model.tensors import Tree, map_tensors
+from hybridpipe.torch_private import pytree
 
 
 def predict(

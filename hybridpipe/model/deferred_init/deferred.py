@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from hybridpipe.environment import allocator
 from hybridpipe.model.deferred_init.initialise import initialisers, is_on_meta
 from hybridpipe.model.deferred_init.tape import CannotDefer, Ref, Tape
 from hybridpipe.model.tensors import map_tensors
 from hybridpipe.notices import notices
+from hybridpipe.torch_private import FAKE_TENSOR_LOG, FakeTensor, FakeTensorMode, pytree
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -195,7 +194,7 @@ def _checked(model: Any, factory: Factory) -> nn.Module:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep back what torch prints about fake tensors; `Built` reports unsupported operations."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKE_TENSOR_LOG)
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:

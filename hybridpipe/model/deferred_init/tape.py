@@ -16,9 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from hybridpipe.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    disable_current_modes,
+    number_of,
+    pytree,
+)
 
 _Operator = Any  # torch._ops.OpOverload, which has no public type
 _Storage = Any  # torch.UntypedStorage, whose methods have no types
@@ -98,8 +104,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Note a call; a number that Python asks for is computed."""
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            with _disable_current_modes():
+        if func is number_of and isinstance(args[0], FakeTensor):
+            with disable_current_modes():
                 return self.numbers({"": self.ref(args[0])})[""].item()
         arguments = pytree.tree_map_only(Tensor, self._argument, (tuple(args), dict(kwargs)))
         known = len(self._storages)
@@ -112,7 +118,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check(func, arguments, written)
             call = _WritingCall(func, arguments, read, writes, results, None)
             if torch.Tag.nondeterministic_seeded in func.tags:
-                with _disable_current_modes():
+                with disable_current_modes():
                     self._draw(call, read - written)
             if _returns_views(func) and any(self._is_view(number, func) for number in read):
                 self._views |= writes
@@ -166,7 +172,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number == len(self._storages):
             self._storages.append(storage)
         if not isinstance(tensor, FakeTensor) and number not in self._given:
-            with _disable_current_modes():
+            with disable_current_modes():
                 self._given[number] = storage.clone()
         size, stride, offset = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
         return Ref(number, tensor.dtype, size, stride, offset)

@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.utils import _pytree as pytree
 
 from hybridpipe.model.recording.events import Event, Unsplittable, fact
 from hybridpipe.model.recording.refusals import reads_data
 from hybridpipe.model.recording.watch import Watch
 from hybridpipe.model.tensors import tensors_in
+from hybridpipe.torch_private import (
+    FAKE_TENSOR_LOG,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    pytree,
+)
 
 
 def compute(
@@ -70,7 +71,7 @@ def _on_random_numbers(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep torch from logging a traceback where an operator does not know its shapes."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_TENSOR_LOG)
     before, logger.disabled = logger.disabled, True
     try:
         yield

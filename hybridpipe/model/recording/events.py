@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from hybridpipe.errors import UserError
 from hybridpipe.model.attributes import PLAIN
 from hybridpipe.model.tensors import raw_bytes
+from hybridpipe.torch_private import pytree
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
 PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)

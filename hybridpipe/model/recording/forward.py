@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.recording.births import Births
@@ -30,6 +28,7 @@ from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.recording.surroundings import Surroundings
 from hybridpipe.model.recording.watch import Watch
 from hybridpipe.model.tensors import map_tensors, tensors_in
+from hybridpipe.torch_private import FakeTensorMode, pytree
 from hybridpipe.types import Loss
 
 MOST_RECORDINGS = 16  # each opens leaf modules, or is compared with the one before

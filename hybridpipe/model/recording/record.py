@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from hybridpipe.model.recording.events import (
     Ambient,
@@ -26,6 +25,7 @@ from hybridpipe.model.recording.events import (
     identity,
 )
 from hybridpipe.model.recording.refusals import reads_data
+from hybridpipe.torch_private import pytree
 
 RANGE = ".."  # in the name of a layer of several leaf modules
 

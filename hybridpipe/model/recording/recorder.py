@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from hybridpipe import torch_private
 from hybridpipe.model.attributes import PLAIN
 from hybridpipe.model.recording import refusals
 from hybridpipe.model.recording.births import Births
@@ -41,6 +40,7 @@ from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.watch import Watch, storage_of
 from hybridpipe.model.rng import preserved_state, seed_generators
 from hybridpipe.model.tensors import tensors_in
+from hybridpipe.torch_private import FakeTensor, FakeTensorMode, pytree
 
 UNRECORDED = ("_set_grad_enabled", "__repr__", "__format__", "__hash__")
 READERS = ("tolist", "numpy", "__array__")  # which the dispatcher does not see
@@ -182,10 +182,10 @@ class Recorder(TorchFunctionMode):
             return original(*args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._EnableTorchFunction():
+            with torch_private.EnableTorchFunction():
                 return original(*args, **kwargs)
 
-        with torch._C.DisableTorchFunction():
+        with torch_private.DisableTorchFunction():
             return self._event(name, function, call, args, kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -343,7 +343,7 @@ class Recorder(TorchFunctionMode):
         return {self._names[id(tensor)] for tensor in own if id(tensor) in self._names}
 
     def _ambient(self) -> Ambient:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = torch_private.top_saved_tensors_hooks(True)
         if hooks is None:
             return Ambient.now()
         if "checkpoint" not in hooks[0].__qualname__:
@@ -394,7 +394,7 @@ class Recorder(TorchFunctionMode):
         return value
 
     def _found(self, tensor: Tensor) -> Constant:
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch_private.is_wrapped_by_transform(tensor):
             what = "vmap or grad outside leaf modules"
             raise Unsplittable(f"{line_of_forward()}: {what} (call it inside a module)")
         birth = self.born.of(tensor)

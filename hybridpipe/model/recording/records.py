@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments, content
@@ -20,6 +19,7 @@ from hybridpipe.model.recording.forward import record
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.slices import ModelLookup, Slice
 from hybridpipe.model.rng import preserved_state
+from hybridpipe.torch_private import pytree
 from hybridpipe.types import Loss
 
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from hybridpipe.model.recording.events import (
@@ -27,6 +26,7 @@ from hybridpipe.model.recording.events import (
 )
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.signature import module_signature, tensor_signature
+from hybridpipe.torch_private import pytree
 
 Key = Value | Weight
 Seed = Callable[[Event], None]

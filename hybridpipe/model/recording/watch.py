@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hybridpipe.model.tensors import tensors_in
+from hybridpipe.torch_private import FakeTensor, TorchDispatchMode, disable_current_modes
 
 HIDDEN_WRITES = slice(3, 5)  # running mean and variance among the arguments of batch_norm
 TRAINS = 5  # of its arguments: the statistics are updated
@@ -104,7 +103,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _keep(self, storage: int) -> None:
         if storage in self._kept and storage not in self._copies:
-            with _disable_current_modes():  # one of them may make fake tensors
+            with disable_current_modes():  # one of them may make fake tensors
                 self._copies[storage] = [tensor.detach().clone() for tensor in self._kept[storage]]
 
 
