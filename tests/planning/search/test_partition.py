@@ -35,7 +35,7 @@ NUM_INSTANCES = 1500  # of which more than 1000 have a plan that fits
 NUM_LIMITED = 500
 
 
-@pytest.mark.parametrize("batch", [0, 1, 2, *map(rare, range(3, 10))])
+@pytest.mark.parametrize("batch", [0, *map(rare, range(1, 10))])
 def test_equals_brute_force(batch):
     fitting = 0
     for seed in range(batch, NUM_INSTANCES, 10):
@@ -44,7 +44,7 @@ def test_equals_brute_force(batch):
     assert fitting > 100
 
 
-@pytest.mark.parametrize("batch", [0, 1, *map(rare, range(2, 5))])
+@pytest.mark.parametrize("batch", [0, *map(rare, range(1, 5))])
 def test_recomputation_equals_brute_force(batch):
     """Over all cuts, placements and choices of what recomputes, of which some stages are the answer."""
     some = 0
@@ -55,7 +55,7 @@ def test_recomputation_equals_brute_force(batch):
     assert some > 10
 
 
-@pytest.mark.parametrize("batch", [0, 1, *map(rare, range(2, 5))])
+@pytest.mark.parametrize("batch", [0, *map(rare, range(1, 5))])
 def test_sharded_updates_equal_brute_force(batch):
     """Over all cuts, placements, and choices of recomputation, zero and scatter, by stage."""
     seen = Counter()

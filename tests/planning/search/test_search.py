@@ -109,7 +109,7 @@ def test_leaving_hopeless_plans_out_loses_nothing(schedule, count, num_layers, m
                         search_module, "predict", lambda *each, s=simulated: s.append(0) or predict(*each)
                     )
                     if which == "all":
-                        patch.setattr(search_module, "least_seconds", lambda *_: ())
+                        patch.setattr(search_module, "least_seconds", lambda *_: 0.0)
                     found[which] = search(profile, cluster, count, schedule=schedule)
                 counts.append(len(simulated))
             assert found["some"][0].seconds == approx(found["all"][0].seconds, rel=0.01)
@@ -123,7 +123,7 @@ def test_leaving_hopeless_plans_out_loses_nothing(schedule, count, num_layers, m
 def test_no_asynchronous_pipeline_is_faster_than_its_formula(cluster, num_layers, monkeypatch):
     """So none is simulated whose formula says more than the best, where processors are the ranks' own."""
     every = []
-    monkeypatch.setattr("hybridpipe.planning.search.search.least_seconds", lambda *_: ())
+    monkeypatch.setattr("hybridpipe.planning.search.search.least_seconds", lambda *_: 0.0)
     for seed in range(2):
         profile = convolutional(num_layers, seed)
         found = search(profile, cluster, 1, schedule="pipedream")
