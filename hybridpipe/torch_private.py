@@ -1,6 +1,6 @@
 """Names that torch keeps private, in one place, for what has no public name.
 
-Tried with torch 2.6 to 2.15. Invariant: no other module of the package names what torch keeps private.
+Tried with torch 2.13 to 2.15. Invariant: no other module of the package names what torch keeps private.
 """
 
 from typing import Any

@@ -88,7 +88,8 @@ def _trained(run: Run, setup: Setup, plan: str, where: Network) -> Row:
     if not (folder / "auto" / "plan.json").is_file():
         jobs.train(config, "auto", setup.ranks, overrides, folder / "auto", where)
     file = plan_file(setup.plans[plan], folder / "auto")
-    summary = jobs.train(config, file, setup.ranks, overrides, folder / plan / f"round{run.round}", where)
+    out = folder / plan / f"round{run.round}"
+    summary = jobs.train(config, file, setup.ranks, (*overrides, "plan.predict=true"), out, where)
     figures = {
         "seconds": summary["minibatch_seconds_median"],
         "predicted": summary["predicted_minibatch_seconds"],

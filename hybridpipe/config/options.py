@@ -48,7 +48,7 @@ class PlanOptions(PlanRequest):
         source: "auto" measures model and machines and searches; "dp" is data parallelism on all ranks;
             "straight" is a pipeline with one rank a stage; or the path of a plan.json.
         predict: measure model and machines also for a given plan. That takes seconds at each start; without
-            it no prediction is shown beside the measured times.
+            it a prediction is shown only if the plan's file has one, of the machines that it was made for.
         memory: the most bytes that each rank may have, such as "2GB"; None for the limits that are found.
 
     Raises:
@@ -61,6 +61,7 @@ class PlanOptions(PlanRequest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "source", os.fspath(self.source))
         if self.source not in SOURCES and not self.source.endswith(".json"):
             raise ValueError(f"source must be {', '.join(SOURCES)} or a .json file, got {self.source!r}")
         if self.memory is not None:

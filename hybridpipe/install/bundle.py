@@ -129,9 +129,10 @@ def check(folder: Path, extras: str = "", bare: bool = False) -> None:
     Raises:
         UserError: it does not fit; the message names what and how to make one that does.
     """
-    found, path, again = read(folder), folder / MANIFEST, f"launch/bundle {folder}"
+    found, path, command = read(folder), folder / MANIFEST, f"launch/bundle {folder}"
+    again = f"remove it, then {command}"
     if found.python != HERE:
-        remedy = f"PYTHON=python{HERE} {again}"
+        remedy = f"remove it, then PYTHON=python{HERE} {command}"
         raise UserError(f"{path}: is for Python {found.python}, and this is {HERE}: {remedy}")
     (glibc, machine), here = glibc_and_machine(found.platform), platform.libc_ver()[1] or f"2.{OLDEST}"
     if machine != platform.machine() or glibc > int(here.split(".")[1]):
@@ -170,14 +171,17 @@ def make(options: argparse.Namespace) -> None:
     Raises:
         UserError: the folder is there already, or something cannot be downloaded.
     """
-    tags(options.platform)
+    _, machine = glibc_and_machine(options.platform)
+    if machine != platform.machine():
+        here = platform.machine()  # pip judges requirements by it
+        raise UserError(f"bundle: --platform is for {machine}, and this is {here}: make it on such a machine")
     if options.folder.exists():
         raise UserError(f"bundle: {options.folder} is there already: remove it, or name another folder")
     wheels = options.folder / "wheels"
     wheels.mkdir(parents=True)
     try:
         _download(options, wheels)
-    except UserError:
+    except BaseException:
         shutil.rmtree(options.folder)  # it is new
         raise
     wanted, without = requirements(options.extras), sorted(options.without)
@@ -190,18 +194,17 @@ def _download(options: argparse.Namespace, wheels: Path) -> None:
     horovod, *needs = [line for line in HOROVOD.read_text().splitlines() if not line.startswith("#")]
     target = ["--only-binary=:all:", *(f"--platform={tag}" for tag in tags(options.platform))]
     lines = {package_name(line): line for line in (*requirements(options.extras), *needs, *MPI)}
+    tools = [lines[name] for name in ("packaging", "setuptools", "wheel")]
     lines = {name: line for name, line in lines.items() if name not in options.without}
     if options.torch and "torch" in lines:
         index = options.torch if "/" in options.torch else TORCH_INDEX.format(options.torch)
         _pip(wheels, *target, "--no-deps", "--index-url", index, lines["torch"])
         lines["torch"] = f"torch=={_version(wheels, 'torch')}"
-    _pip(wheels, *target, *lines.values())
+    _pip(wheels, *target, *lines.values(), *tools)
     if compiler := options.compiler or _compiler(wheels):
         _pip(wheels, *target, "--no-deps", *(f"nvidia-{each}=={compiler}.*" for each in COMPILER))
     mpi4py = "mpi4py" if "mpi4py" in options.without else f"mpi4py=={_version(wheels, 'mpi4py')}"
-    _download_sources(
-        wheels, [horovod, mpi4py], [lines[name] for name in ("packaging", "setuptools", "wheel")]
-    )
+    _download_sources(wheels, [horovod, mpi4py], tools)
     for file in wheels.glob("*.whl"):
         if package_name(file.name.split("-")[0]) in options.without:
             file.unlink()  # something else needs it

@@ -108,7 +108,7 @@ def forbidden_cuts(record: Record) -> tuple[ForbiddenCut, ...]:
 
 
 def facts_of(record: Record) -> dict[str, Any]:
-    """Return the fields of an `ModelExplanation` that a record says by itself."""
+    """Return the fields of a `ModelExplanation` that a record says by itself."""
     events = record.events
     return {
         "forbidden": forbidden_cuts(record),

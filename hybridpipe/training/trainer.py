@@ -131,6 +131,7 @@ class Trainer(TrainerView):
         keep_freed_memory()
         self.device = device_with_threads(self.world, valid.check_device(wanted.ranks.device))
         facts = values(wanted.plan) | {"sync": wanted.ranks.sync, "hang_timeout": hang_timeout}
+        del facts["source"]  # a path may differ where the plan does not
         facts |= {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size, "seed": self.seed}
         facts |= {"callbacks": names_of(self._callbacks)}
         consistency.check_arguments(self.world, model, loss, self.rule, wanted.given, metrics, **facts)

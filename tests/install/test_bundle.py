@@ -76,13 +76,17 @@ def test_a_bundle_that_fits(made):
 
 
 def test_a_bundle_for_another_python(made):
-    told = f"is for Python {OTHER_PYTHON}, and this is {PYTHON}: PYTHON=python{PYTHON} launch/bundle "
-    refused(made(python=OTHER_PYTHON), told)
+    told = f"is for Python {OTHER_PYTHON}, and this is {PYTHON}: remove it, then PYTHON=python{PYTHON} "
+    refused(made(python=OTHER_PYTHON), told, "launch/bundle ")
 
 
 def test_a_bundle_for_a_newer_system_or_another_machine(made):
     newer = f"manylinux_2_99_{MACHINE}"
-    refused(made(platform=newer), f"is for {newer}, and this is manylinux_2_", f"_{MACHINE}: launch/bundle ")
+    refused(
+        made(platform=newer),
+        f"is for {newer}, and this is manylinux_2_",
+        f"_{MACHINE}: remove it, then launch/bundle ",
+    )
     refused(made(platform="manylinux_2_5_ppc64le"), "is for manylinux_2_5_ppc64le")
 
 
@@ -138,6 +142,7 @@ def test_tags_of_older_systems_follow():
     [
         (["--extras", "docs"], "invalid choice: 'docs'"),
         (["--platform", "win32"], "bundle: --platform must be manylinux_2_N_MACHINE"),
+        (["--platform", "manylinux_2_28_sparc"], f"is for sparc, and this is {MACHINE}: make it on such a"),
         ([], "is there already: remove it, or name another folder"),
     ],
 )

@@ -221,6 +221,7 @@ class Planner:
         except ValueError as error:
             return f"{what}, does not fit here, so a new one is searched for: {error}"
         self._given, self._smaller_sizes, self._is_preferred = plan, [], True
+        self._predicts = True  # as "auto" does; what was measured before is used again
         return f"with {what}"
 
     @property

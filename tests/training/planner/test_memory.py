@@ -69,6 +69,17 @@ def test_a_checkpoints_plan_that_does_not_fit_gives_way_to_a_search(make, monkey
     assert "does not fit into memory by prediction" in capsys.readouterr().err
 
 
+def test_a_checkpoints_plan_is_predicted_as_that_of_a_search(make, tmp_path):
+    """Else a training that goes on under "auto" has no prediction, and no check of its memory."""
+    first = make(plan="auto", microbatch_size=2)
+    first.train_step(*data(8)[:])
+    first.save(tmp_path)
+    again = make(plan="auto", microbatch_size=2)
+    assert again.resume(tmp_path)[-1] == "with its plan 1, 1f1b"
+    again.train_step(*data(8)[:])
+    assert again.plan.predicted is not None and again.choice is not None
+
+
 class Huge(nn.Module):
     """A layer whose output for more than two samples is beyond any memory."""
 
