@@ -1,6 +1,7 @@
 """Names that torch keeps private, in one place, for what has no public name.
 
-Tried with torch 2.13 to 2.15. Invariant: no other module of the package names what torch keeps private.
+Tried with torch 2.13 to 2.15. Invariant: no other module names what torch keeps private, but
+those of `ELSEWHERE` in tests/test_imports.py.
 """
 
 from typing import Any
