@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -351,20 +352,10 @@ def test_a_bundle_without_the_compiler_that_is_needed(machine, torch_with):
     if Path("/usr/local/cuda/bin/nvcc").exists():
         pytest.skip("this machine has a CUDA toolkit")
     (machine / "wheels").mkdir()
-    manifest = {
-        "format": bundle.FORMAT,
-        "hybridpipe": "0.1.0",
-        "requirements": bundle.requirements(""),
-        "extras": "",
-    }
-    manifest |= {
-        "python": "{}.{}".format(*sys.version_info),
-        "platform": "manylinux_2_5_x86_64",
-        "torch": None,
-    }
-    (machine / "bundle.json").write_text(
-        json.dumps(manifest | {"compiler": None, "without": [], "files": {}})
-    )
+    python = "{}.{}".format(*sys.version_info)
+    platform = f"manylinux_2_5_{os.uname().machine}"
+    manifest = bundle.BundleManifest(bundle.requirements(""), "", python, platform, without=[])
+    (machine / "bundle.json").write_text(json.dumps(asdict(manifest)))
     said = cuda_refusal(machine, "--from", str(machine), **torch_with("13.0"))
     assert f"{machine} has no compiler of CUDA 13.0, and there is none here" in said
 
