@@ -56,7 +56,8 @@ _LATER = {  # loaded at the first use, from these modules
     "Trainer": "training.trainer",
     "UpdateOptions": "config.options",
 }
-_SUGGESTING = "Plan", "StageSpec"  # here, as planning knows nobody
+# Here, as planning knows nobody.
+_SUGGESTING = "Plan", "StageSpec", "PlanOptions", "UpdateOptions", "DataOptions", "RankOptions"
 
 
 def __getattr__(name: str) -> Any:

@@ -63,26 +63,25 @@ def suggesting(kind: _Class, also: Iterable[str] = ()) -> _Class:
     for name, function in list(vars(kind).items()):
         has_options = inspect.isfunction(function) and (function.__defaults__ or function.__kwdefaults__)
         if has_options and (name == "__init__" or not name.startswith("_")):
-            names = list(inspect.signature(function).parameters.values())[1:]
-            more = list(also) if names[-1].kind is names[-1].VAR_KEYWORD else []
-            known = [each.name for each in names[: -1 if more else None]] + more
+            _, *taken = inspect.signature(function).parameters.values()
+            names = [each.name for each in taken if each.kind is not each.VAR_KEYWORD]
+            names += also if len(names) < len(taken) else ()
             called = f"{kind.__name__}.{name}".removesuffix(".__init__")
-            setattr(kind, name, _suggesting(function, called, known))
+            setattr(kind, name, _suggesting(function, called, names))
     return kind
 
 
 def _suggesting(function: Callable[..., Any], called: str, names: list[str]) -> Callable[..., Any]:
-    @wraps(function)
-    def tried(*args: Any, **given: Any) -> Any:
-        try:
-            return function(*args, **given)
-        except TypeError:
-            for name in given.keys() - names:
-                what = f"{called}() got an unexpected keyword argument {name!r}"
-                raise TypeError(f"{what}{suggest(name, names)}") from None
-            raise
+    known = frozenset(names)
 
-    return tried
+    @wraps(function)
+    def checked(*args: Any, **given: Any) -> Any:
+        for name in given.keys() - known:
+            what = f"{called}() got an unexpected keyword argument {name!r}"
+            raise TypeError(f"{what}{suggest(name, names)}")
+        return function(*args, **given)
+
+    return checked
 
 
 def shown(value: object) -> str:

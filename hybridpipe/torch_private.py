@@ -1,7 +1,7 @@
 """Names that torch keeps private, in one place, for what has no public name.
 
-Tried with torch 2.13 to 2.15. Invariant: no other module names what torch keeps private, but
-those of `ELSEWHERE` in tests/test_imports.py.
+Tried with torch 2.13 and 2.14. Invariant: other modules name nothing that torch keeps private, but for three
+that `tests/test_imports.py` lists.
 """
 
 from typing import Any

@@ -78,19 +78,20 @@ def communicators(world: MPI.Comm, plan: Plan) -> Communicators:
 
 
 def _split(world: MPI.Comm, plan: Plan) -> Communicators:
-    place = plan.place(world.rank)
+    places = [plan.place(rank) for rank in range(world.size)]
 
-    def of_those(where: Place | None) -> WatchedComm | None:
-        """Return the ranks that give the same place; None on those that give none."""
-        first = world.allgather(where).index(where)
-        made = world.Split(color=MPI.UNDEFINED if where is None else first, key=world.rank)
-        return None if where is None else WatchedComm(made, world)
+    def differing_in(*axes: str) -> WatchedComm | None:
+        """Return the ranks whose places differ in these axes at most; None on an unused rank."""
+        rest = [place and place._replace(**dict.fromkeys(axes, 0)) for place in places]
+        own = rest[world.rank]
+        made = world.Split(color=MPI.UNDEFINED if own is None else rest.index(own), key=world.rank)
+        return None if own is None else WatchedComm(made, world)
 
-    along = {axis: of_those(place and place._replace(**{axis: 0})) for axis in AXES}
+    along = {axis: differing_in(axis) for axis in AXES}
     return Communicators(
         control=WatchedComm(world.Dup(), world),
         peers=world.Dup(),
-        used=of_those(place and Place(0, 0)),
+        used=differing_in(*Place._fields),
         along={axis: made for axis, made in along.items() if made is not None},
     )
 

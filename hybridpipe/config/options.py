@@ -198,15 +198,13 @@ def gathered(
     A given plan's schedule takes the place of the default one.
 
     Args:
-        single: values by the name of a field, which is one of these options'.
+        single: values by names of SINGLE.
 
     Raises:
-        TypeError: there is no such field, or an argument has another type.
+        TypeError: an argument has another type.
         ValueError: a value is out of range.
         UserError: there is no such plan, or its file cannot be read.
     """
-    for name in single.keys() - SINGLE:
-        raise TypeError(f"Trainer() got an unexpected keyword argument {name!r}")
     for kind, value in ((UpdateOptions, update), (DataOptions, data), (RankOptions, ranks)):
         if not isinstance(value, kind):
             raise TypeError(f"{kind.__name__}, or a field of it by its name, must be given, got {value!r}")

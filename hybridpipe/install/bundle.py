@@ -129,11 +129,10 @@ def check(folder: Path, extras: str = "", bare: bool = False) -> None:
     Raises:
         UserError: it does not fit; the message names what and how to make one that does.
     """
-    found, path, command = read(folder), folder / MANIFEST, f"launch/bundle {folder}"
-    again = f"remove it, then {command}"
+    found, path = read(folder), folder / MANIFEST
+    again = f"remove it, then PYTHON=python{HERE} launch/bundle {folder}"
     if found.python != HERE:
-        remedy = f"remove it, then PYTHON=python{HERE} {command}"
-        raise UserError(f"{path}: is for Python {found.python}, and this is {HERE}: {remedy}")
+        raise UserError(f"{path}: is for Python {found.python}, and this is {HERE}: {again}")
     (glibc, machine), here = glibc_and_machine(found.platform), platform.libc_ver()[1] or f"2.{OLDEST}"
     if machine != platform.machine() or glibc > int(here.split(".")[1]):
         this = f"manylinux_{here.replace('.', '_')}_{platform.machine()}"
@@ -214,10 +213,8 @@ def _download_sources(wheels: Path, lines: Sequence[str], tools: Sequence[str]) 
     """Download sources. pip asks a source for its name, which takes tools of Horovod's age."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
-        python, file = (
-            f"{folder}/bin/python",
-            Path(folder) / "source.txt",
-        )  # pip takes a hash from a file only
+        python = f"{folder}/bin/python"
+        file = Path(folder) / "source.txt"  # pip takes a hash from a file only
         _run(python, "install", "--no-index", "--find-links", wheels.resolve().as_uri(), *tools, "build")
         for line in lines:
             file.write_text(line)

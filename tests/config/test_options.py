@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import hybridpipe
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.config.options import (
     SINGLE,
@@ -46,7 +47,7 @@ def test_a_keyword_goes_before_the_objects_field():
 def test_every_field_is_a_keyword_but_the_plans_source():
     assert len(SINGLE) == 23 and "source" not in SINGLE
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'source'"):
-        options(source="dp")
+        Trainer(None, loss=None, optimizer=None, minibatch_size=1, source="dp")
 
 
 def test_a_request_is_enough():
@@ -101,3 +102,5 @@ def test_a_misspelt_keyword_is_told_with_the_one_that_was_meant():
         Trainer(None, loss=None, optimizer=None, minibatch_size=1, clip_gradnorm=1.0)
     with pytest.raises(TypeError, match=r"'callback' \(did you mean 'callbacks'\?"):
         Trainer(None, loss=None, optimizer=None, minibatch_size=1, callback=[])
+    with pytest.raises(TypeError, match=r"'clip_gradnorm' \(did you mean 'clip_grad_norm'\?"):
+        hybridpipe.UpdateOptions(clip_gradnorm=1.0)

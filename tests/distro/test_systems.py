@@ -85,6 +85,7 @@ def test_the_first_commands(suite, compiler, cache, home, tmp_path):
         seconds[name] = round(time.perf_counter() - start)
         assert code == 0, f"{name} failed after {seconds[name]} s: {log}\n" + log.read_text()[-3000:]
     said = log.read_text()
+    refused = "unsupported GNU version" in said  # by the CUDA of torch, which is older than the g++
     assert ("Horovod is left out" in said) is not bool(compiler)
     assert system.run(VERSIONS, log) == 0
     facts = (
@@ -94,7 +95,7 @@ def test_the_first_commands(suite, compiler, cache, home, tmp_path):
         version = tmp_path / "version.txt"
         system.run(f"{compiler} -dumpfullversion", version)
         facts["g++"] = version.read_text().strip()
-    assert (facts["horovod"] != "–") is bool(compiler)
+    assert (facts["horovod"] != "–") is (bool(compiler) and not refused)
     keys = "system", "python", "g++", "torch", "horovod", "backend", "quickstart", "test", "commit"
     print("\n| " + " | ".join(str(facts[key]) for key in keys) + " |")
 

@@ -85,7 +85,7 @@ def test_a_bundle_for_a_newer_system_or_another_machine(made):
     refused(
         made(platform=newer),
         f"is for {newer}, and this is manylinux_2_",
-        f"_{MACHINE}: remove it, then launch/bundle ",
+        f"_{MACHINE}: remove it, then PYTHON=python",
     )
     refused(made(platform="manylinux_2_5_ppc64le"), "is for manylinux_2_5_ppc64le")
 

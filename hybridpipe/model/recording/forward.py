@@ -65,9 +65,8 @@ def record(
 
     Leaf modules compute shapes only, glue that follows from the inputs alone computes for real. A leaf module
     without known shapes runs on random numbers. A forward whose glue fake tensors cannot run is recorded for
-    real.
-    Parameters and buffers on the meta device need no values. A loss gets random numbers in place of what the
-    model returns; where it fails on them, all is recorded for real.
+    real. Parameters and buffers on the meta device need no values. A loss gets random numbers in place of
+    what the model returns; where it fails on them, all is recorded for real.
 
     Args:
         inputs: a dict goes by keyword, a tuple or list by position, anything else alone.

@@ -72,7 +72,6 @@ class Planned:
 
     Args:
         choice: the reasons for it; None for a given plan without prediction.
-        microbatch_size: in samples.
         memory: of this rank.
         numbers: of tensors on the meta device.
         progress_thread: True if the transport has one.
@@ -81,7 +80,6 @@ class Planned:
     plan: Plan
     choice: Choice | None
     layers: Layers
-    microbatch_size: int
     memory: RankMemory
     numbers: Numbers | None
     progress_thread: bool
@@ -281,7 +279,6 @@ class Planner:
             plan=plan,
             choice=choice,
             layers=self.known_layers,
-            microbatch_size=self.microbatch_size,
             memory=memory,
             numbers=self.numbers,
             progress_thread=self.progress_thread,
