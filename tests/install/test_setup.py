@@ -31,6 +31,9 @@ READ += [
 REQUIRED = ("--horovod", "required")
 TOOLS = "awk bash cat cut df dirname env flock g++ grep head make mktemp paste rm sed sha256sum sort tail tr"
 
+MISSING = [tool for tool in TOOLS.split() if shutil.which(tool) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"there is no {', '.join(MISSING)}")
+
 
 @pytest.fixture
 def machine(tmp_path):
