@@ -47,7 +47,7 @@ def job(worlds: Worlds) -> Job:
         program: str,
         *arguments: str,
         fails: bool = False,
-        timeout_seconds: float = 90.0,
+        timeout_seconds: float = 180.0,
         env: dict[str, str] | None = None,
     ) -> "subprocess.CompletedProcess[str]":
         path = PROGRAMS / program

