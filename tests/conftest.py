@@ -3,12 +3,17 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from hybridpipe.launch import mpirun
 from tests.start import forked, sitecustomize
+
+ROOT = Path(__file__).parents[1]
 
 # Processes that tests start run `sitecustomize` at their start; this one has begun.
 START = str(Path(sitecustomize.__file__).parent)
@@ -46,27 +51,35 @@ def pytest_addoption(parser):
     campaigns.addoption("--campaign-seed", type=int, default=0, metavar="SEED", help="which; default: 0")
 
 
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory):
-    """Path of the socket of a fork server, which ends with the session."""
-    path = tmp_path_factory.mktemp("fork-server") / "socket"
-    command = [sys.executable, "-m", "tests.start.fork_server", str(path)]
-    # One thread: a process that has more cannot fork.
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    ) as server:
-        while not path.exists():
+@contextmanager
+def serving():
+    """Give the folder of the sockets of fork servers, which end at the end."""
+    # One thread: a process that has more cannot fork. Huge pages as mpirun sets them.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} | mpirun.HUGE_PAGES
+    options = {"stdin": subprocess.PIPE, "env": env, "cwd": ROOT, "process_group": 0}
+    with tempfile.TemporaryDirectory(prefix="hybridpipe-") as folder, ExitStack() as servers:
+        sockets = [Path(folder, str(number)) for number in range(forked.NUM_SERVERS)]
+        for path in sockets:
+            command = [sys.executable, "-m", "tests.start.fork_server", path]
+            server = servers.enter_context(subprocess.Popen(command, **options))
+            servers.callback(server.stdin.close)
+        while not all(path.exists() for path in sockets):
             assert server.poll() is None, "the fork server has ended"
             time.sleep(0.01)
-        yield str(path)
-        server.stdin.close()
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def fork_servers():
+    with serving() as folder:
+        yield folder
 
 
 @pytest.fixture(autouse=True)
 def ranks_begin_as_forks(request, monkeypatch):
     """Ranks that a test starts are forks of a process that has imported torch, if the test is a job's."""
     if request.node.get_closest_marker("jobs") and folder_of(request.path) not in STARTED:
-        monkeypatch.setenv(forked.SOCKET, request.getfixturevalue("fork_server"))
+        monkeypatch.setenv(forked.SOCKETS, request.getfixturevalue("fork_servers"))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.conftest import serving
 from tests.start import forked
 from tests.thinned import rare
 
@@ -34,16 +35,17 @@ def test_an_update_needs_no_compiler_and_who_needs_it_gets_it(wanted):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.jobs
 class TestForks:
     """Ranks that begin as forks: here a process that mpirun has not started, but says so."""
 
     @pytest.fixture
-    def start(self, fork_server, tmp_path):
+    def start(self, fork_servers, tmp_path):
         program = tmp_path / "program.py"
 
         def start(text, *arguments, **env):
             program.write_text(text)
-            env = os.environ | {forked.SOCKET: fork_server, "OMPI_COMM_WORLD_RANK": "0"} | env
+            env = os.environ | {forked.SOCKETS: fork_servers, forked.RANK: "0"} | env
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             return subprocess.Popen(
                 [sys.executable, program, *arguments], text=True, env=env, cwd=tmp_path, **pipes
@@ -91,3 +93,16 @@ class TestForks:
             timeout=30
         )
         assert said == "False\n"
+
+    def test_no_program_runs_twice_if_its_server_dies(self, start, tmp_path):
+        """Python goes on to the program after an error of sitecustomize."""
+        with serving() as folder:
+            notes = "open('runs', 'a').write('x'); print(os.getppid(), flush=True)"
+            begun = start(f"import os, time; {notes}; time.sleep(5)", **{forked.SOCKETS: folder})
+            os.kill(int(begun.stdout.readline()), signal.SIGKILL)
+            assert begun.wait(30) == -signal.SIGKILL and (tmp_path / "runs").read_text() == "x"
+
+    def test_neighbours_hash_in_different_ways(self, start):
+        text = "print(hash('a word'))"
+        said = [start(text, **{forked.RANK: rank}).communicate(timeout=30)[0] for rank in "0123"]
+        assert said[0] == said[2] != said[1] == said[3]

@@ -27,8 +27,8 @@ Job = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[Worlds]:
-    """Worlds of ranks that stay until the last test."""
+def worlds(fork_servers: str) -> Iterator[Worlds]:
+    """Worlds of ranks that stay until the last test, and end before the servers of their forks."""
     made = Worlds()
     yield made
     made.end()

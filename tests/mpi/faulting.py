@@ -104,7 +104,7 @@ def run(
     """Train under `plan` ("2-1") with a fault. Not `mpirun.run`, which would clean up what is left."""
     num_ranks = sum(map(int, plan.partition(":")[0].split("-")))
     # No fork of a server: that would kill what is left.
-    environment = os.environ | {"HYBRIDPIPE_FAULT": fault, forked.SOCKET: ""} | (env or {})
+    environment = os.environ | {"HYBRIDPIPE_FAULT": fault, forked.SOCKETS: ""} | (env or {})
     command, added = mpirun.mpirun_command(
         num_ranks, [sys.executable, str(program), plan, schedule, *options], environment
     )

@@ -60,7 +60,7 @@ class Train:
         self.out, self.log = config.parent / "out", config.parent / log
         command = [sys.executable, "-m", "hybridpipe", "train", str(config), "--out", str(self.out)]
         command += ["--plan", "straight", "--set", "train.epochs=100000", *options]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", forked.SOCKET: ""}  # its number is told
+        env = {**os.environ, "OMP_NUM_THREADS": "1", forked.SOCKETS: ""}  # its number is told
         with self.log.open("w") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
 

@@ -36,6 +36,8 @@ def data():
     return torch.utils.data.TensorDataset(torch.ones(20, 8), torch.zeros(20, dtype=torch.long))
 """
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def config(tmp_path):

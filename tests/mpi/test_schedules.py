@@ -2,6 +2,10 @@
 
 import re
 
+import pytest
+
+pytestmark = pytest.mark.alone
+
 
 def test_measured_bubbles_are_those_of_the_formulas(job):
     """They lie up to 0.04 beside the formulas, which know no messages, no updates and no busy machine."""

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 
 def test_the_parts_of_every_rank_add_up_to_its_time(job):
     """Two clocks: the trainer's, around updates, and the executor's, around instructions."""

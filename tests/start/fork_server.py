@@ -58,13 +58,17 @@ def _import_what_needs_no_mpi() -> None:
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """Return what a process asks for, or None if it has ended meanwhile, and its standard files."""
-    size, files, _, _ = socket.recv_fds(connection, 8, 3)
-    text = connection.makefile("rb").read(int.from_bytes(size, "big"))
-    return (json.loads(text) if files and len(text) == int.from_bytes(size, "big") else None), files
+    files: list[int] = []
+    try:
+        size, files, _, _ = socket.recv_fds(connection, 8, 3)
+        text = connection.makefile("rb").read(int.from_bytes(size, "big"))
+        return json.loads(text), files
+    except (OSError, ValueError):
+        return None, files
 
 
 def _reply(connection: socket.socket, number: int) -> None:
-    with suppress(BrokenPipeError):  # the process has been killed
+    with suppress(OSError):  # the process has been killed
         connection.sendall(b"%d\n" % number)
 
 
@@ -91,7 +95,7 @@ class Server:
                 if key.fileobj is sys.stdin:
                     signal.set_wakeup_fd(-1)
                     for process in self._forks:
-                        os.kill(process, signal.SIGKILL)
+                        os.killpg(process, signal.SIGKILL)
                     return None
                 if key.fileobj is self._listener:
                     task = self._fork()
@@ -105,11 +109,13 @@ class Server:
 
     def _fork(self) -> dict[str, Any] | None:
         connection, _ = self._listener.accept()
+        connection.settimeout(10)  # a stopped process must not stop the others
         task, files = _receive(connection)
         if task is None or task["surroundings"] != HERE:
             _reply(connection, 0)
             connection.close()
         elif (process := os.fork()) == 0:
+            os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             self._selector.close()
             for each in (self._listener, self._ended, connection, *self._forks.values()):
@@ -119,6 +125,8 @@ class Server:
                 os.close(file)
             return task
         else:
+            with suppress(OSError):  # it has done so itself
+                os.setpgid(process, process)
             _reply(connection, process)
             self._forks[process] = connection
             self._selector.register(connection, selectors.EVENT_READ)
@@ -140,7 +148,7 @@ class Server:
         """Kill the fork of a process that is gone."""
         for process, each in self._forks.items():
             if each is connection:
-                os.kill(process, signal.SIGKILL)
+                os.killpg(process, signal.SIGKILL)
 
 
 def _become(task: dict[str, Any]) -> None:
@@ -153,11 +161,11 @@ def _become(task: dict[str, Any]) -> None:
     for name, limits in task["limits"].items():
         resource.setrlimit(getattr(resource, name), limits)
     os.sched_setaffinity(0, task["cores"])
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(task["cores"]))))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or len(task["cores"])))
     faults._faults = faults.from_environment()  # as when the module is imported
     random.seed()
     np.random.seed()
-    cast(TextIOWrapper, sys.stdout).reconfigure(write_through="PYTHONUNBUFFERED" in os.environ)
+    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=os.isatty(1))
 
 
 def _run(words: list[str]) -> None:
