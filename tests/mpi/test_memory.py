@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(("ranks", "schedule", "plan"), [(2, "1f1b", "1-1"), (2, "pipedream", "1-1")])
 def test_nothing_grows_over_a_thousand_minibatches(job, ranks, schedule, plan):
