@@ -22,9 +22,10 @@ if START not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
 
 # Open MPI's component for libfabric sleeps a second in each MPI_Init, of which the tests have hundreds.
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")
-# Tests that run at once leave the cores to each other while their ranks wait.
+# Tests that run at once leave the cores to each other while their ranks and threads wait.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMPI_MCA_threads_pthreads_yield_strategy"] = "nanosleep"
+    os.environ["OMP_WAIT_POLICY"] = "passive"
 # Tests that run at once have 80 columns by pytest-xdist, and tables would be cut off there.
 os.environ.pop("COLUMNS", None)
 
