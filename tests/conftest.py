@@ -60,12 +60,12 @@ def serving():
     options = {"stdin": subprocess.PIPE, "env": env, "cwd": ROOT, "process_group": 0}
     with tempfile.TemporaryDirectory(prefix="hybridpipe-") as folder, ExitStack() as servers:
         sockets = [Path(folder, str(number)) for number in range(forked.NUM_SERVERS)]
-        for path in sockets:
-            command = [sys.executable, "-m", "tests.start.fork_server", path]
-            server = servers.enter_context(subprocess.Popen(command, **options))
+        commands = [[sys.executable, "-m", "tests.start.fork_server", path] for path in sockets]
+        started = [servers.enter_context(subprocess.Popen(command, **options)) for command in commands]
+        for server in started:
             servers.callback(server.stdin.close)
         while not all(path.exists() for path in sockets):
-            assert server.poll() is None, "the fork server has ended"
+            assert all(server.poll() is None for server in started), "a fork server has ended"
             time.sleep(0.01)
         yield folder
 
