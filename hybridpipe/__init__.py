@@ -56,7 +56,7 @@ _LATER = {  # loaded at the first use, from these modules
     "Trainer": "training.trainer",
     "UpdateOptions": "config.options",
 }
-# Here, as planning knows nobody.
+# Classes that name the argument meant where one is misspelt. Planning, of which some are, cannot import that.
 _SUGGESTING = "Plan", "StageSpec", "PlanOptions", "UpdateOptions", "DataOptions", "RankOptions"
 
 

@@ -31,6 +31,7 @@ READ += [
 REQUIRED = ("--horovod", "required")
 TOOLS = "awk bash cat cut df dirname env flock g++ grep head make mktemp paste rm sed sha256sum sort tail tr"
 
+# Tests hide tools by leaving links out; what is not there cannot be linked.
 MISSING = [tool for tool in TOOLS.split() if shutil.which(tool) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"there is no {', '.join(MISSING)}")
 

@@ -14,12 +14,12 @@ from hybridpipe.launch import mpirun
 from tests.start import forked
 
 PROGRAM = Path(__file__).parent / "programs" / "faulty.py"
-GRACE_SECONDS = 5.0  # for what was just told to end
+GRACE_SECONDS = 1.0  # for what was just told to end
 LIMIT_SECONDS = 150.0  # of a whole job, on a machine with other work
 
 
-MOST_SECONDS = {"kill": 20.0, "segv": 20.0}  # from fault to end; others:
-OTHERS_SECONDS = 15.0
+MOST_SECONDS = {"kill": 10.0, "segv": 10.0}  # from fault to end; others:
+OTHERS_SECONDS = 5.0
 _SIGNALS = {"kill": 9, "segv": 11}
 
 
@@ -79,7 +79,7 @@ class Ended:
 
     Args:
         seconds: from the fault (without one: the start) until mpirun was gone.
-        left: processes of the job GRACE_SECONDS after that; they are gone now.
+        left: processes of the job a second after that; they are gone now.
     """
 
     code: int
@@ -118,7 +118,7 @@ def run(
 
 
 def end_of(job: mpirun.Job) -> tuple[int, float, list[int]]:
-    """Waits until the launcher is gone: its exit code, the seconds, and what was left GRACE_SECONDS later."""
+    """Waits until the launcher is gone: its exit code, the seconds, and what was left a second later."""
     began = time.monotonic()
     try:
         code = job.process.wait(LIMIT_SECONDS)

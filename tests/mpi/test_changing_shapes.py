@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.mpi.output import own_lines
+
 
 @pytest.mark.parametrize(
     "schedule, plans, count",
@@ -21,5 +23,5 @@ def test_any_lengths_train_as_in_one_process(job, schedule, plans, count):
 
 def test_ranks_that_pad_to_different_lengths_are_told_in_one_line(job):
     done = job(3, "changing_shapes.py", "differing", fails=True)
-    lines = [line for line in done.stdout.splitlines() if "hybridpipe: " in line]
+    lines = own_lines(done.stdout)
     assert len(lines) == 1 and "form" in lines[0], done.stdout

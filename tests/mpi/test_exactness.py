@@ -3,6 +3,7 @@
 import pytest
 
 from hybridpipe.planning.schedules.registry import SYNCHRONOUS, TRAITS
+from tests.mpi.output import own_lines
 
 INTERLEAVED = [schedule for schedule in SYNCHRONOUS if TRAITS[schedule].interleaves]
 # Two ways where a schedule splits the backward, as in exactness.py.
@@ -18,9 +19,9 @@ OPTIMIZERS = 2
 @pytest.mark.parametrize(
     "ranks, updates, plans",
     [
-        (4, 8, ["4", "2-2", "3-1", "1-3", "1-2-1", "1-1-1-1"]),
+        (4, 20, ["4", "2-2", "3-1", "1-3", "1-2-1", "1-1-1-1"]),
         (3, 20, ["2-1", "1-2"]),
-        (8, 8, ["3-4-1"]),
+        (8, 20, ["3-4-1"]),
         (4, 4, ["2-1", "1"]),  # ranks that the plan leaves unused
     ],
 )
@@ -54,7 +55,7 @@ def test_losses_with_weights(job):
 
 def test_replicas_whose_losses_are_of_two_kinds_are_refused_once(job):
     done = job(3, "weighted.py", "--both", fails=True)
-    (line,) = [line for line in done.stdout.splitlines() if "hybridpipe: " in line]
+    (line,) = own_lines(done.stdout)
     assert "loss must return the same kind for every microbatch" in line
 
 
@@ -62,7 +63,7 @@ def test_replicas_whose_losses_are_of_two_kinds_are_refused_once(job):
 def test_a_minibatch_without_weight(job, policy):
     done = job(3, "weighted.py", "--empty", policy, fails=policy == "stop")
     told = "the loss of step 0 (stage 1) is not finite: nan, since the weights that it returned add up to 0"
-    lines = [line for line in done.stdout.splitlines() if "hybridpipe: " in line]
+    lines = own_lines(done.stdout)
     assert len(lines) == 1 and told in lines[0], done.stdout
     assert done.stdout.count("the weights are finite") == (0 if policy == "stop" else 3)
 

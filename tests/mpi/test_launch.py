@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridpipe.launch import mpirun
+from tests.mpi.output import own_lines
 
 CONFIG = Path(__file__).parents[1] / "campaigns" / "soak.toml"
 
@@ -143,7 +144,7 @@ def test_weights_that_the_last_update_has_spoilt_are_not_saved(tmp_path):
     words = [word for each in [*sets, "train.epochs=1"] for word in ("--set", each)]
     command = [*program, "--plan", "straight", "--out", str(out), *words]
     done = mpirun.run(2, command, timeout_seconds=120, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    told = [line for line in done.stderr.splitlines() if "hybridpipe: " in line]
-    assert done.returncode == 1 and len(told) == 1, f"{done.stdout}\n{done.stderr}"
-    assert "after step 1 " in told[0] and "is not finite: " in told[0], done.stderr
+    lines = own_lines(done.stderr)
+    assert done.returncode == 1 and len(lines) == 1, f"{done.stdout}\n{done.stderr}"
+    assert "after step 1 " in lines[0] and "is not finite: " in lines[0], done.stderr
     assert not (out / "model.safetensors").exists() and not list(out.glob("checkpoints/*step*"))

@@ -13,14 +13,14 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian puts i
 
 @pytest.mark.timeout(600)
 def test_the_quick_start_learns_the_digits(tmp_path):
-    """What launch/quickstart runs, on two ranks, without the baseline and for fewer epochs."""
-    command = [sys.executable, "-m", "hybridpipe", "compare", EXAMPLES / "digits.toml", "--ranks", "2"]
-    command += ["--set", "train.epochs=3"]
+    """What launch/quickstart runs, without the baseline and for fewer epochs."""
+    command = [sys.executable, "-m", "hybridpipe", "compare", EXAMPLES / "digits.toml", "--ranks", "4"]
+    command += ["--set", "train.epochs=6"]
     done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = json.loads((tmp_path / "compare.json").read_text())["runs"]
     assert runs.keys() == {"auto", "dp", "straight"}
-    assert runs["auto"]["metrics"]["accuracy"] >= 0.9
+    assert runs["auto"]["metrics"]["accuracy"] >= 0.95
     for run in runs.values():
         assert run["loss_last"] == pytest.approx(runs["auto"]["loss_last"], abs=1e-4)  # float32
 

@@ -19,7 +19,7 @@ import asynchronous_reference as reference
 from hybridpipe import Plan, StageSpec
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
-COUNT, NUM_MINIBATCHES = 3, 24
+COUNT, NUM_MINIBATCHES = 3, 40
 RULES = {
     "pipedream": {"schedule": "pipedream"},
     "vertical": {"schedule": "pipedream", "vertical_sync": True},
