@@ -208,6 +208,8 @@ class MLflowLogger(Logger):
 
     def begin(self, settings: Mapping[str, str | int | float]) -> None:
         """Start a run, or use the active one."""
+        # Several threads that log to one run race for the folders of a file store: metrics were lost.
+        os.environ.setdefault("MLFLOW_ASYNC_LOGGING_THREADPOOL_SIZE", "1")
         self._mlflow = _loaded("mlflow", "mlflow-skinny")
         active = self._mlflow.active_run()
         run = active or self._mlflow.start_run()

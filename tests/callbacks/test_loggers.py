@@ -1,6 +1,7 @@
 """Loggers: what was logged is read back with the tools that people read it with."""
 
 import csv
+import time
 
 import pytest
 
@@ -189,3 +190,24 @@ def test_mlflow_goes_on_inside_of_a_run_that_is_ahead(make, tmp_path, monkeypatc
     inner, _ = mlflow.search_runs(output_format="list")
     assert inner.data.tags["mlflow.parentRunId"] == outer.info.run_id
     assert sorted(steps(inner.info.run_id)) == [6, 7] and len(steps(outer.info.run_id)) == 8
+
+
+def test_mlflow_is_sent_one_batch_at_a_time(make, tmp_path, monkeypatch):
+    """Ten threads made the folders of a file store at once: who came second lost its metrics."""
+    mlflow = pytest.importorskip("mlflow")
+    store = pytest.importorskip("mlflow.store.tracking.file_store").FileStore
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    at_once, most, log_batch = [], [], store.log_batch
+
+    def slow(*args, **kwargs):
+        at_once.append(args)
+        most.append(len(at_once))
+        time.sleep(0.02)
+        log_batch(*args, **kwargs)
+        at_once.pop()
+
+    monkeypatch.setattr(store, "log_batch", slow)
+    with mlflow.start_run():
+        run(make, MLflowLogger(), tmp_path)
+    assert len(most) >= 8 and max(most) == 1
