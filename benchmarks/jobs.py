@@ -80,7 +80,12 @@ def command(words: Sequence[str], ranks: int, out: Path, network: Network = HERE
 
 
 def program(
-    name: str, arguments: Sequence[str], ranks: int, out: Path, environment: Mapping[str, str] | None = None
+    name: str,
+    arguments: Sequence[str],
+    ranks: int,
+    out: Path,
+    environment: Mapping[str, str] | None = None,
+    network: Network = HERE,
 ) -> None:
     """Run one of programs/, which writes into `out`.
 
@@ -88,7 +93,7 @@ def program(
         SystemExit: the job has failed.
     """
     words = [sys.executable, str(PROGRAMS / f"{name}.py"), *arguments, "--out", str(out)]
-    code = _logged(words, ranks, out, HERE, environment or {}, COMMAND_SECONDS)
+    code = _logged(words, ranks, out, network, environment or {}, COMMAND_SECONDS)
     if code:
         raise SystemExit(f"{name}: exit code {code}; see {out / 'log.txt'}")
 

@@ -6,7 +6,10 @@ call MPI.
 
 import mpi4py
 
+from hybridpipe.environment.fragments import set_fragments
+
 mpi4py.rc.thread_level = "multiple"
+set_fragments()
 
 try:
     from mpi4py import MPI

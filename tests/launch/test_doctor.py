@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from hybridpipe import environment
+from hybridpipe.comm.mpi import MPI
 from hybridpipe.launch import doctor, mpirun
+from tests.mpi.single_copy import WITHOUT_SINGLE_COPY
 
 DOCTOR = [sys.executable, "-m", "hybridpipe.launch.doctor"]
 
@@ -55,14 +57,17 @@ def test_under_mpirun_it_sends_and_speaks_once():
     assert torch.cuda.is_available() or "ranks 0, 1, 2 on CPUs" in done.stdout
 
 
-def test_crowded_cores_are_slow_but_no_failure():
-    env = os.environ | {"OMPI_MCA_mpi_yield_when_idle": "0"}
+def test_crowded_cores_and_copied_messages_are_no_failure():
+    env = os.environ | {"OMPI_MCA_mpi_yield_when_idle": "0"} | WITHOUT_SINGLE_COPY
     num_ranks = environment.num_cores() + 1
     if num_ranks > 8:
         pytest.skip("too many cores to crowd them")
     done = mpirun.run(num_ranks, DOCTOR, env=env, stdout=subprocess.PIPE)
     assert done.returncode == 0
     assert "→ set OMPI_MCA_mpi_yield_when_idle=1" in done.stdout
+    if "Open MPI" in MPI.Get_library_version():
+        copied = "large messages within a host are copied twice, in fragments of 1048576 bytes, 16 at once"
+        assert re.search(f"^ok   single copy +none: {copied}$", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_ranks_bound_each_to_its_own_core_do_not_crowd_them():

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybridpipe import environment
+from hybridpipe.environment.fragments import FRAGMENTS
 from hybridpipe.errors import UserError
 from hybridpipe.launch import mpirun
 
@@ -48,8 +49,9 @@ def test_each_mpirun_gets_its_own_flags(mpirun_says, monkeypatch, tmp_path, vers
     mpirun_says(version)
     monkeypatch.setattr(mpirun, "num_cores", lambda: 8)
     carried = [] if version == MPICH else ["-x", "GLIBC_TUNABLES", "-x", "OMP_NUM_THREADS"]
-    argv, _ = mpirun.mpirun_command(4, ["/bin/true", "-v"], env={})
+    argv, added = mpirun.mpirun_command(4, ["/bin/true", "-v"], env={})
     assert argv == [str(tmp_path / "mpirun"), "-n", "4", *flags, *carried, "/bin/true", "-v"]
+    assert (FRAGMENTS.items() <= added.items()) == (version != MPICH)
 
 
 @pytest.mark.parametrize("name, found", [("sh", True), ("/bin/sh", True), ("/no/such", False)])
