@@ -112,30 +112,41 @@ class GpuLanes(Lanes):
         """Return the present point in the current stream's work; tensors are held with it."""
         return Point(self._recorded(), held)
 
-    def copy_out(self, host: Tensor, tensor: Tensor) -> "Point":
-        """Start to copy a tensor into pinned memory, once the work that was given so far is done.
+    def copy_out(self, hosts: Sequence[Tensor], tensors: Sequence[Tensor]) -> "list[Point]":
+        """Start to copy tensors into pinned memory, once the work that was given so far is done.
 
         Returns:
-            the end of the copy, which holds the tensor.
+            the end of each copy, which holds the tensor.
         """
         self._outward.wait_event(self._recorded())
         with self._cuda.stream(self._outward):
-            host.copy_(tensor, non_blocking=True)
-            return Point(self._recorded(), (tensor,))
+            return [self._copied(host, tensor, tensor) for host, tensor in zip(hosts, tensors, strict=True)]
 
     def copy_in(self, host: Tensor) -> Tensor:
         """Start to copy pinned memory to the device; work that is given from now on waits for the copy.
 
         The memory is held until it was read.
         """
-        while self._arriving and self._arriving[0].query():
-            self._arriving.popleft()
         with self._cuda.stream(self._inward):
             tensor = torch.empty_like(host, device=self.device)
-            tensor.copy_(host, non_blocking=True)
-            copied = Point(self._recorded(), (host,))
-        self._arriving.append(copied)
-        self._cuda.current_stream(self.device).wait_event(copied.event)
+        return self.copied_in(tensor, [self.start_copy_in(tensor, host)])
+
+    def start_copy_in(self, tensor: Tensor, host: Tensor) -> "Point":
+        """Start to copy pinned memory into memory of the inward stream. Any thread may call it.
+
+        Returns:
+            the end of the copy, which holds the pinned memory.
+        """
+        with self._cuda.stream(self._inward):
+            return self._copied(tensor, host, host)
+
+    def copied_in(self, tensor: Tensor, copied: Sequence["Point"]) -> Tensor:
+        """Return a tensor that copies in fill; work that is given from now on waits for them."""
+        while self._arriving and self._arriving[0].query():
+            self._arriving.popleft()
+        self._arriving.extend(copied)
+        for point in copied:
+            self._cuda.current_stream(self.device).wait_event(point.event)
         return self.used(tensor)
 
     def room(self, num_bytes: int) -> Tensor:
@@ -156,6 +167,11 @@ class GpuLanes(Lanes):
         """Return memory of the inward stream, which the current stream uses from now on."""
         tensor.record_stream(self._cuda.current_stream(self.device))  # else it could be written too early
         return tensor
+
+    def _copied(self, to: Tensor, source: Tensor, held: Tensor) -> "Point":
+        """Start to copy in the current stream; return the end of it."""
+        to.copy_(source, non_blocking=True)
+        return Point(self._recorded(), (held,))
 
     def _recorded(self) -> Any:
         event = self._cuda.Event()

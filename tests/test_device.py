@@ -50,7 +50,7 @@ def test_a_copy_out_comes_after_what_was_computed_before_it():
     with lanes.cuda:
         message, there = lanes.empty(2), host(0, 0)
         message.copy_(host(1, 2))  # computed late
-        copied = lanes.copy_out(there, message)
+        (copied,) = lanes.copy_out([there], [message])
         message.copy_(host(3, 4))  # after it
         assert not copied.query() and there.tolist() == [0, 0]
         while not copied.query():
@@ -67,6 +67,16 @@ def test_what_comes_in_is_there_for_the_next_computation_and_held_until_it_was_r
         for _ in range(5):
             lanes.copy_in(host(7))
         assert len(lanes._arriving) < 6
+
+
+def test_parts_are_copied_as_they_come_and_all_are_there_for_the_next_computation():
+    lanes = LateLanes()
+    with lanes.cuda:
+        room, parts = lanes.room(3), [host(5, 6), host(7)]
+        copied = [lanes.start_copy_in(room[2:], parts[1]), lanes.start_copy_in(room[:2], parts[0])]
+        assert room.tolist() == [FREE] * 3 and not copied[0].query()
+        assert lanes.copied_in(room, copied).tolist() == [5, 6, 7]
+        assert [point.held[0].tolist() for point in lanes._arriving] == [[7], [5, 6]]
 
 
 def test_a_room_is_for_mpi_alone_until_it_is_used():

@@ -163,7 +163,7 @@ class _HostCopy:
         self._lanes = lanes if isinstance(lanes, GpuLanes) and lanes.is_here(tensor) else None
         if self._lanes is not None:
             self.memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._copied = self._lanes.copy_out(self.memory, tensor)
+            (self._copied,) = self._lanes.copy_out([self.memory], [tensor])
 
     def arrived(self) -> Tensor:
         """Return the memory once the copy is complete."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hybridpipe.comm.messages import ProtocolError, Spec, pack, present, views, write_head
-from hybridpipe.comm.transport import Pending, Transport
-from hybridpipe.device import GpuLanes, Lanes
+from hybridpipe.comm.transport import Pending, Transport, parts_of
+from hybridpipe.device import GpuLanes, Lanes, Point
 
 # A message's tensors; None for one that is missing.
 Content = Sequence[Tensor | None]
@@ -91,16 +91,17 @@ class StagingCourier(Courier):
     def send(self, spec: Spec, tensors: Content, header: Header, peers: Iterable[int], tag: int) -> None:
         """Start sending tensors, as they are now, once they are computed and copied to the host."""
         buffer, head_bytes = self._headed(spec, tensors, header), spec.head_bytes
-        message = _packed(self.lanes, spec, tensors)
-        copied = self.lanes.copy_out(buffer[head_bytes:], message[head_bytes:])
+        hosts, parts = parts_of(buffer), parts_of(_packed(self.lanes, spec, tensors))
+        hosts[0], parts[0] = hosts[0][head_bytes:], parts[0][head_bytes:]
+        copied = self.lanes.copy_out(hosts, parts)
         for peer in peers:
             self.transport.send(buffer, peer, tag, copied)
 
     def receive(self, spec: Spec, header: Header, peer: int, tag: int) -> Arriving:
-        """Post a receive into pinned memory, from which the message is then copied to the GPU."""
+        """Post a receive into pinned memory, from which each part is copied to the GPU once it is there."""
         buffer = self.transport.buffer(spec.num_bytes)
-        pending = self.transport.receive(buffer, peer, tag)
-        return Arriving(pending, spec, header, peer, tag, lambda: buffer, lambda: self.lanes.copy_in(buffer))
+        pending, body = staged(self.transport.receive, self.lanes, buffer, peer, tag)
+        return Arriving(pending, spec, header, peer, tag, lambda: buffer, body)
 
 
 class DirectCourier(Courier):
@@ -113,7 +114,7 @@ class DirectCourier(Courier):
         head = self._headed(spec, tensors, header, spec.head_bytes)
         message = _packed(self.lanes, spec, tensors)
         message[: spec.head_bytes].copy_(head, non_blocking=True)
-        computed = self.lanes.computed(head)
+        computed = [self.lanes.computed(head)] * len(parts_of(message))
         for peer in peers:
             self.transport.send(message, peer, tag, computed)
 
@@ -123,6 +124,24 @@ class DirectCourier(Courier):
         pending = self.transport.receive(room, peer, tag)
         head, body = lambda: self.lanes.head(room, head_bytes), lambda: self.lanes.used(room)
         return Arriving(pending, spec, header, peer, tag, head, body)
+
+
+def staged(
+    receive: Callable[..., Pending], lanes: GpuLanes, buffer: Tensor, peer: int, tag: int
+) -> tuple[Pending, Callable[[], Tensor]]:
+    """Post a receive into pinned memory, from which each part is copied to the GPU once it is there.
+
+    Args:
+        receive: of the transport.
+
+    Returns:
+        the receive, and what returns the message on the GPU after it.
+    """
+    room = lanes.room(len(buffer))
+    hosts, parts = parts_of(buffer), parts_of(room)
+    copied: list[Point] = []
+    pending = receive(buffer, peer, tag, lambda i: copied.append(lanes.start_copy_in(parts[i], hosts[i])))
+    return pending, lambda: lanes.copied_in(room, copied)
 
 
 def _packed(lanes: GpuLanes, spec: Spec, tensors: Content) -> Tensor:

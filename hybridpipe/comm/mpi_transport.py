@@ -9,6 +9,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import compress
 from typing import NamedTuple, TypeVar
 
@@ -66,9 +67,10 @@ class _Request:
     Args:
         large: True for a message that may go in fragments, which need frequent polls.
         what: description of the wait, for reports.
+        arrived: called once a message that was received is there.
     """
 
-    __slots__ = ("buffer", "completed", "error", "large", "request", "transport", "what")
+    __slots__ = ("arrived", "buffer", "completed", "error", "large", "request", "transport", "what")
 
     def __init__(
         self,
@@ -77,9 +79,10 @@ class _Request:
         transport: "MpiTransport",
         large: bool,
         what: Wait,
+        arrived: Callable[[], None] | None = None,
     ) -> None:
         self.request, self.buffer, self.transport, self.large = request, buffer, transport, large
-        self.what = what
+        self.what, self.arrived = what, arrived
         self.error: str | None = None
         self.completed = False
 
@@ -93,7 +96,9 @@ class _Request:
         return self.completed
 
     def complete(self) -> None:
-        self.buffer = None
+        if self.arrived is not None and self.error is None:
+            self.arrived()
+        self.buffer = self.arrived = None
         self.completed = True
 
 
@@ -163,11 +168,13 @@ class MpiTransport:
             self.thread = threading.Thread(target=self._progress, name=name, daemon=True)
             self.thread.start()
 
-    def send(self, buffer: Tensor, peer: int, tag: int, ready: Completion | None = None) -> Pending:
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Sequence[Completion] | None = None) -> Pending:
         """Start sending with `MPI_Isend`; `buffer` is kept alive until the transfer is complete."""
         if len(buffer) < transport.PART_BYTES:
-            return self._send(buffer, peer, tag, ready)
-        return PendingParts([self._send(part, peer, tag, ready) for part in parts_of(buffer)])
+            return self._send(buffer, peer, tag, None if ready is None else ready[0])
+        parts = parts_of(buffer)
+        each = [None] * len(parts) if ready is None else ready
+        return PendingParts([self._send(part, peer, tag, at) for part, at in zip(parts, each, strict=True)])
 
     def _send(self, buffer: Tensor, peer: int, tag: int, ready: Completion | None) -> Pending:
         num_bytes = len(buffer)
@@ -194,16 +201,21 @@ class MpiTransport:
             with self._guard:
                 self._active.append(pending)
 
-    def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
+    def receive(
+        self, buffer: Tensor, peer: int, tag: int, arrived: Callable[[int], None] | None = None
+    ) -> Pending:
         """Post a receive of the peer's next message with this tag; its `wait` raises for another size."""
         if len(buffer) < transport.PART_BYTES:
-            return self._receive(buffer, peer, tag)
-        return PendingParts([self._receive(part, peer, tag) for part in parts_of(buffer)])
+            return self._receive(buffer, peer, tag, arrived and partial(arrived, 0))
+        parts = enumerate(parts_of(buffer))
+        return PendingParts(
+            [self._receive(part, peer, tag, arrived and partial(arrived, i)) for i, part in parts]
+        )
 
-    def _receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
+    def _receive(self, buffer: Tensor, peer: int, tag: int, arrived: Callable[[], None] | None) -> Pending:
         num_bytes = len(buffer)
         what = Wait("receive", (peer,), tag, num_bytes)
-        expected = _Request(None, buffer, self, num_bytes > SMALL_BYTES, what)
+        expected = _Request(None, buffer, self, num_bytes > SMALL_BYTES, what, arrived)
         with self._polling:
             if (peer, tag) in self._arrived:
                 self._take(expected, _pop(self._arrived, (peer, tag)))

@@ -12,8 +12,8 @@ from hybridpipe.device import Completion
 
 # A wait longer than this calls `on_slow`, and again after as long.
 SLOW_WAIT_SECONDS = 1.0
-# A longer message travels in parts: MPI counts in 32 bits before MPI-4, and libraries use less of MPI-4.
-PART_BYTES = 2**30
+# A longer message travels in parts, which are copied to and from a GPU while others are under way.
+PART_BYTES = 2**22
 
 
 class Pending(Protocol):
@@ -80,15 +80,23 @@ class Transport(Protocol):
     def buffer(self, num_bytes: int) -> Tensor:
         """Return a buffer to send from or receive into: CPU memory, pinned if the device is a GPU."""
 
-    def send(self, buffer: Tensor, peer: int, tag: int, ready: Completion | None = None) -> Pending:
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Sequence[Completion] | None = None) -> Pending:
         """Start sending; `buffer` is kept alive, and must not change, until the transfer is complete.
 
         Args:
-            ready: nothing is read from the buffer before this event. Events of later calls come later.
+            ready: an event for each of `parts_of(buffer)`, before which nothing is read from that part.
+                Events of later parts and calls come later.
         """
 
-    def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
-        """Post a receive of exactly `len(buffer)` bytes."""
+    def receive(
+        self, buffer: Tensor, peer: int, tag: int, arrived: Callable[[int], None] | None = None
+    ) -> Pending:
+        """Post a receive of exactly `len(buffer)` bytes.
+
+        Args:
+            arrived: called with the number of each part that has arrived, in any thread and order, one at a
+                time and before the receive is complete.
+        """
 
     def unexpected(self, peer: int) -> list[Unexpected]:
         """Return the messages from a peer that have arrived without a posted receive."""

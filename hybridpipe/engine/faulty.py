@@ -4,7 +4,7 @@ Knows how to spoil messages and gradients; not which fault was requested.
 Invariant: the worker installs them only where a fault is requested, so other trainings pass no such point.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -63,7 +63,7 @@ class Spoiling:
     fault: str | None = None
     next_tag = 0
 
-    def send(self, buffer: Tensor, peer: int, tag: int, ready: Completion | None = None) -> Pending:
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Sequence[Completion] | None = None) -> Pending:
         """Start sending, with a wrong size or tag if `fault` says so."""
         if tag % KINDS != SPEC:
             if self.fault == "badsize":

@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, Queue
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.comm.messages import Buffers, ProtocolError
-from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Pending, Unexpected
+from hybridpipe.comm.transport import SLOW_WAIT_SECONDS, Pending, Unexpected, parts_of
 from hybridpipe.device import Completion
 
 
@@ -18,12 +18,13 @@ class _Message(NamedTuple):
     """A message, which may be read once it is ready."""
 
     buffer: Tensor
-    ready: Completion | None
+    ready: Sequence[Completion]  # of each part
 
     def content(self) -> Tensor:
         """Return the message's bytes; wait until they are there."""
-        while self.ready is not None and not self.ready.query():
-            pass
+        for each in self.ready:
+            while not each.query():
+                pass
         return self.buffer
 
 
@@ -59,8 +60,15 @@ class _Sent:
 
 
 class _Receiving:
-    def __init__(self, buffer: Tensor, queue: "Queue[_Message]", timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        buffer: Tensor,
+        queue: "Queue[_Message]",
+        timeout_seconds: float,
+        arrived: Callable[[int], None] | None,
+    ) -> None:
         self._buffer, self._queue, self._timeout_seconds = buffer, queue, timeout_seconds
+        self._arrived = arrived
         self._completed = False
 
     def wait(self, on_slow: Callable[[], None] | None = None) -> None:
@@ -77,6 +85,8 @@ class _Receiving:
         if len(content) != len(self._buffer):
             raise ProtocolError(f"{len(content)} bytes came where the plan expects {len(self._buffer)}")
         self._buffer.numpy()[:] = content.numpy()
+        for part in reversed(range(len(parts_of(content)))) if self._arrived is not None else ():
+            self._arrived(part)
         self._completed = True
 
     def is_complete(self) -> bool:
@@ -90,16 +100,19 @@ class QueueTransport:
         self._mailboxes, self._rank, self._timeout_seconds = mailboxes, rank, timeout_seconds
         self.buffer = Buffers().take
 
-    def send(self, buffer: Tensor, peer: int, tag: int, ready: Completion | None = None) -> Pending:
+    def send(self, buffer: Tensor, peer: int, tag: int, ready: Sequence[Completion] | None = None) -> Pending:
         """Put a copy into the peer's mailbox, or the buffer itself if it is not ready."""
-        self._mailboxes.queue(self._rank, peer, tag).put(
-            _Message(buffer.clone() if ready is None else buffer, ready)
-        )
+        message = _Message(buffer.clone(), ()) if ready is None else _Message(buffer, ready)
+        assert ready is None or len(ready) == len(parts_of(buffer))
+        self._mailboxes.queue(self._rank, peer, tag).put(message)
         return _Sent()
 
-    def receive(self, buffer: Tensor, peer: int, tag: int) -> Pending:
+    def receive(
+        self, buffer: Tensor, peer: int, tag: int, arrived: Callable[[int], None] | None = None
+    ) -> Pending:
         """Return a receive that takes the message from the mailbox in its `wait`."""
-        return _Receiving(buffer, self._mailboxes.queue(peer, self._rank, tag), self._timeout_seconds)
+        queue = self._mailboxes.queue(peer, self._rank, tag)
+        return _Receiving(buffer, queue, self._timeout_seconds, arrived)
 
     def unexpected(self, peer: int) -> list[Unexpected]:
         """Return all messages from the peer in the mailboxes; posted receives take theirs only in `wait`."""

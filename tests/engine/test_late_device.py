@@ -77,6 +77,13 @@ def test_events_are_those_of_the_program_in_order():
             assert all(each.seconds >= 0 for each in events)
 
 
+class Sent:
+    """An event that has come already."""
+
+    def query(self):
+        return True
+
+
 class Broken:
     """Breaks one of the waits, and tells which."""
 
@@ -87,7 +94,7 @@ class Broken:
 
         def at_once(self, *arguments):
             copy_out = self.lanes.copy_out
-            monkeypatch.setattr(self.lanes, "copy_out", lambda *each: (copy_out(*each), None)[1])
+            monkeypatch.setattr(self.lanes, "copy_out", lambda *each: [Sent()] * len(copy_out(*each)))
             send(self, *arguments)
 
         monkeypatch.setattr(courier.StagingCourier, "send", at_once)
@@ -96,10 +103,9 @@ class Broken:
     def copy_does_not_wait_for_computing(monkeypatch):
         """A message is copied before it was computed."""
 
-        def copy_out(self, host, tensor):
+        def copy_out(self, hosts, tensors):
             with self._cuda.stream(self._outward):
-                host.copy_(tensor, non_blocking=True)
-                return Point(self._recorded(), (tensor,))
+                return [self._copied(*each, each[1]) for each in zip(hosts, tensors, strict=True)]
 
         monkeypatch.setattr(devices.GpuLanes, "copy_out", copy_out)
 
@@ -112,25 +118,20 @@ class Broken:
     def computing_does_not_wait(monkeypatch):
         """Layers read what has not arrived."""
 
-        def copy_in(self, host):
-            with self._cuda.stream(self._inward):
-                tensor = torch.empty_like(host, device=self.device)
-                tensor.copy_(host, non_blocking=True)
-            return self.used(tensor)
-
-        monkeypatch.setattr(devices.GpuLanes, "copy_in", copy_in)
+        monkeypatch.setattr(devices.GpuLanes, "copied_in", lambda self, tensor, copied: self.used(tensor))
 
     @staticmethod
     def arrived_is_not_held(monkeypatch):
         """Pinned memory is received into before it was copied."""
-        copy_in = devices.GpuLanes.copy_in
+        copied_in = devices.GpuLanes.copied_in
 
-        def forget(self, host):
-            tensor = copy_in(self, host)
+        def forget(self, tensor, copied):
+            tensor = copied_in(self, tensor, copied)
             self._arriving.clear()
+            copied.clear()
             return tensor
 
-        monkeypatch.setattr(devices.GpuLanes, "copy_in", forget)
+        monkeypatch.setattr(devices.GpuLanes, "copied_in", forget)
 
     @staticmethod
     def use_is_not_recorded(monkeypatch):
