@@ -266,6 +266,8 @@ class ProgramRun:
     def do_final(self, instruction: Instruction) -> None:
         """Run the last backward before the gradients are used: each gradient is final as it arrives."""
         sync, self.is_final = self.executor.sync, True
+        if self.executor.shared is not None:
+            self.executor.shared.begin()
         if sync is not None:
             sync.begin_final_backward()
         self.handle(instruction)

@@ -34,8 +34,20 @@ class SharedGradients:
         self._own, self._groups, self._courier = place.stage, dict(groups), courier
         others = sorted({group for each in groups.values() for group in each} - {place.stage})
         self._peers = {group: peers_of(plan, place, group) for group in others}
+        self._arriving: dict[int, Arriving] = {}  # by group, between `begin` and the end of `exchange`
         self._num_exchanges = 0
         self.bytes_sent = 0
+
+    def begin(self) -> None:
+        """Post the receives, so that gradients arrive while this rank's last backward runs."""
+        if self._arriving:
+            return
+        shared = {
+            group: [p for p, groups in self._groups.items() if group in groups and p.requires_grad]
+            for group in self._peers
+        }
+        self._shared = {group: parameters for group, parameters in shared.items() if parameters}
+        self._arriving = {group: self._receive(group, each) for group, each in self._shared.items()}
 
     def exchange(self) -> None:
         """Sum the gradients over their holders. Collective over the holders.
@@ -45,19 +57,15 @@ class SharedGradients:
         Raises:
             ProtocolError: another holder is not at the same update.
         """
-        shared = {
-            group: [p for p, groups in self._groups.items() if group in groups and p.requires_grad]
-            for group in self._peers
-        }
-        shared = {group: parameters for group, parameters in shared.items() if parameters}
-        received = {group: self._receive(group, parameters) for group, parameters in shared.items()}
-        for group, parameters in shared.items():
+        self.begin()
+        for group, parameters in self._shared.items():
             self._send(group, parameters)
-        found = {group: iter(received[group].wait()) for group in shared}
+        found = {group: iter(arriving.wait()) for group, arriving in self._arriving.items()}
         for parameter, groups in self._groups.items():
             if parameter.requires_grad:
                 each = [parameter.grad if g == self._own else next(found[g]) for g in groups]
                 parameter.grad = _sum([gradient for gradient in each if gradient is not None], parameter)
+        self._arriving = {}
         self._num_exchanges += 1
 
     def _receive(self, group: int, parameters: Sequence[Tensor]) -> Arriving:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from hybridpipe import Plan, StageSpec
-from hybridpipe.checkpoint.resume import is_exact
+from hybridpipe.checkpoint.resume import _loss_scales, is_exact
 from hybridpipe.data.stream import Stream, slice_minibatch
+from hybridpipe.errors import UserError
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.schedules.generators import resume_points_every
 from hybridpipe.planning.schedules.instructions import RankProgram
@@ -151,3 +152,12 @@ def test_the_way_of_reducing_gradients_is_no_other_plan():
     found = SimpleNamespace(plan=plan(zero=1))
     assert is_exact(found, plan(zero=1, scatter=True)) and is_exact(found, plan(zero=1))
     assert not is_exact(found, plan(zero=2)) and not is_exact(found, plan())
+
+
+@pytest.mark.parametrize("found", [3, [[1.0]], [[1, 2]], [(1.0, 2)], [[1.0, 2], "ab"], [[1.0, True]]])
+def test_scales_of_a_loss_that_are_none_are_refused(found):
+    with pytest.raises(
+        UserError, match="stage0: loss_scales: must be pairs of a scale and a number"
+    ):
+        _loss_scales(found, "stage0")
+    assert [(each.value, each.updates) for each in _loss_scales([[2.0, 3]], "stage0")] == [(2.0, 3)]

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from hybridpipe.environment import allocator
+
 PROGRAM = """
 import resource, torch
 from hybridpipe.environment.allocator import keep_freed_memory
@@ -63,6 +65,19 @@ def test_freed_memory_is_kept_where_there_is_room_for_twice_what_is_needed():
     done = subprocess.run([sys.executable, "-c", SUITED], capture_output=True, text=True, timeout=60)
     roomy, tight, unknown = map(int, done.stdout.split())
     assert 14 <= roomy <= 20 and 0 <= tight <= 2 and 14 <= unknown <= 20, done.stderr
+
+
+@pytest.mark.parametrize("needed, left, returned", [(100, 199, True), (100, 200, False), (None, 1, False)])
+def test_twice_what_is_needed_is_room_enough(monkeypatch, needed, left, returned):
+    calls = []
+    monkeypatch.setattr(allocator, "return_freed_memory", lambda: calls.append(1))
+    allocator.suit(needed, left)
+    assert bool(calls) is returned
+
+
+def test_a_c_library_that_does_not_tell_has_nothing_free(monkeypatch):
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: object())
+    assert allocator._freed_bytes() == 0
 
 
 HOLES = """

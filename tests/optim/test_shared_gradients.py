@@ -54,6 +54,26 @@ def test_two_groups_of_any_size_hold_the_sum(name):
         assert all(torch.equal(each, noise(update) + noise(9 + update)) for each in ranks.gradients(0))
 
 
+def test_receives_are_posted_before_the_exchange_and_once():
+    """What the last stage has sent long ago came only after the first stage's last backward."""
+    ranks = Ranks("1-2", (0, 1))
+    posted = {rank: [] for rank in ranks.shared}
+    for rank, shared in ranks.shared.items():
+        receive = shared._courier.transport.receive
+        shared._courier.transport.receive = lambda *each, r=receive, p=posted[rank]: (p.append(1), r(*each))[
+            1
+        ]
+    for update in range(2):
+        for shared in ranks.shared.values():
+            shared.begin()
+            shared.begin()
+        assert set(map(len, posted.values())) == {update + 1}
+        ranks.give(0, noise(update), noise(9))
+        ranks.exchange()
+        assert all(torch.equal(each, noise(update) + noise(9)) for each in ranks.gradients(0))
+    assert set(map(len, posted.values())) == {2}
+
+
 def test_all_holders_add_in_one_order():
     """The sum of three floats depends on the order, and copies must not drift apart."""
     ranks = Ranks("1-2-1-1", (0, 1, 3), (0, 3), (1, 2))

@@ -112,6 +112,11 @@ def test_what_is_simulated_is_known_beforehand(monkeypatch):
     assert not is_simulated(asynchronous)
 
 
+def test_a_window_is_whole_rounds_of_all_stages_unless_these_are_too_many():
+    assert module._window(plan([8, 7], 1, "pipedream"))[1] == 56  # more than 8 + 32
+    assert module._window(plan([9, 8, 7], 1, "pipedream"))[1] == 261  # 8 * 32, in rounds of the first stage
+
+
 def test_a_pipeline_too_deep_to_fill_is_taken_at_the_formulas_pace(monkeypatch):
     of, profile = plan([1, 1, 1], 1, "pipedream"), model(layer(1, 1), layer(2, 2), layer(1, 2))
     _, filled = predict(of, profile, free(3))
