@@ -130,7 +130,7 @@ def add_plan(command: Command) -> None:
         "--compression",
         choices=COMPRESSIONS,
         default=NO_COMPRESSION,
-        help="compression of float32 gradients during the all-reduce; default: none",
+        help="compression of float32 gradients between replicas, and of shared parameters; default: none",
     )
     plan.add_argument(
         "--memory",

@@ -128,7 +128,7 @@ class Worker:
             p2p=[PointToPoint(plan, s, self.courier, self.layers.precision) for s in held],
             sync=tie.sync,
             check=NonfiniteCheck(rule.on_nonfinite, plan, place, stages, agree, elsewhere, tie.parts),
-            shared=SharedGradients(plan, place, groups, self.courier) if groups else None,
+            shared=SharedGradients(plan, place, groups, self.courier, rule.compression) if groups else None,
             loss_weights=LossWeights(plan, self._sum_over_updating_ranks),
             scales=LossScales(DYNAMIC, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
             shards=tie.shards,

@@ -190,7 +190,8 @@ class Cluster:
         overlap: the share of an all-reduce, without its `wait_seconds`, that costs the computing rank
             nothing, in [0, 1]. The rest takes processor time, measured while all ranks of the machine
             compute.
-        allreduce_factor: bytes that a reduction moves for each byte of a gradient (COMPRESSIONS).
+        allreduce_factor: bytes that a reduction, or an exchange of shared parameters' gradients, moves for
+                each byte of a gradient (COMPRESSIONS).
         sync: the backend whose collectives were measured, one of BACKENDS; None: not measured.
         waits_for_messages: a rank computes nothing while it sends or receives, as where sends and receives
             block (DeepSpeed). False: messages overlap with computing, as this package's do.

@@ -43,14 +43,17 @@ class SharedMessage(NamedTuple):
     num_bytes: int
 
 
-def exchange_of(plan: Plan, place: Place, exchanged: Iterable[tuple[int, int]]) -> list[SharedMessage]:
+def exchange_of(
+    plan: Plan, place: Place, exchanged: Iterable[tuple[int, int]], factor: float = 1.0
+) -> list[SharedMessage]:
     """Return the messages that the rank at `place` sends in an update, and then those that it receives.
 
     Args:
-        exchanged: each other group, and the bytes exchanged with it.
+        exchanged: each other group, and the bytes of gradients exchanged with it.
+        factor: bytes that travel for each of these (`Cluster.allreduce_factor`).
     """
     own = plan.stages[place.stage].ranks[place.replica]
-    peers = [(peers_of(plan, place, group), num_bytes) for group, num_bytes in exchanged]
+    peers = [(peers_of(plan, place, group), round(factor * num_bytes)) for group, num_bytes in exchanged]
     sent = [SharedMessage(own, rank, num_bytes) for each, num_bytes in peers for rank in each.targets]
     return sent + [SharedMessage(each.source, own, num_bytes) for each, num_bytes in peers]
 

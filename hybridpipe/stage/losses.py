@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hybridpipe.errors import UserError
@@ -78,12 +79,16 @@ class MicrobatchLoss(NamedTuple):
 
 
 def summed(losses: Mapping[int, MicrobatchLoss], sizes: Sequence[int]) -> dict[int, LossSum]:
-    """Return losses as sums and their weights, by microbatch.
+    """Return losses as sums and their weights, by microbatch; all values come from the device in one copy.
 
     Args:
         sizes: samples of each microbatch.
     """
-    return {m: loss.summed(sizes[m]) for m, loss in losses.items()}
+    if not losses:
+        return {}
+    values = torch.stack([loss.value.detach().double().reshape(()) for loss in losses.values()]).cpu()
+    here = zip(losses.items(), values, strict=True)
+    return {m: loss._replace(value=value).summed(sizes[m]) for (m, loss), value in here}
 
 
 class SameKind:

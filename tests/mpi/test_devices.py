@@ -44,6 +44,12 @@ def test_low_precision_follows_one_process(on_device, device, plans):
     assert len(on_device(4, device, "low")) == plans
 
 
+@pytest.mark.parametrize("device, plans", [on_gpu(9)])
+def test_the_host_waits_for_a_gpu_in_no_microbatch(on_device, device, plans):
+    """tests/engine/test_waits.py tries it over a stand-in."""
+    assert len(on_device(4, device, "waits")) == plans
+
+
 @pytest.mark.parametrize("device, plans", [("cpu", 3), on_gpu(3)])
 def test_a_resumed_training_is_the_same_bit_for_bit(on_device, device, plans, tmp_path):
     assert len(on_device(4, device, "resume", str(tmp_path))) == plans

@@ -13,20 +13,23 @@ from tests.engine.helpers import each_in_a_thread, make_plan
 from tests.engine.inprocess import Mailboxes, QueueTransport
 
 
-class Ranks:
-    """The ranks of a plan; each stage holds the parameters that `groups` says, of shape (2, 3)."""
+SHAPE = (2, 30)  # in 16 bits a shorter message, though messages are aligned
 
-    def __init__(self, name: str, *groups: tuple[int, ...]) -> None:
+
+class Ranks:
+    """The ranks of a plan; each stage holds the parameters that `groups` says, of shape SHAPE."""
+
+    def __init__(self, name: str, *groups: tuple[int, ...], compression: str = "none") -> None:
         self.plan, mailboxes = make_plan(name, 6, 2), Mailboxes()
         self.parameters, self.shared = {}, {}
         for s, stage in enumerate(self.plan.stages):
             for r, rank in enumerate(stage.ranks):
-                own = {i: nn.Parameter(torch.zeros(2, 3)) for i, held in enumerate(groups) if s in held}
+                own = {i: nn.Parameter(torch.zeros(SHAPE)) for i, held in enumerate(groups) if s in held}
                 lanes = Lanes(torch.device("cpu"))
                 courier = Courier(QueueTransport(mailboxes, rank, timeout_seconds=2.0), lanes)
                 held = {parameter: groups[i] for i, parameter in own.items()}
                 self.parameters[s, r] = own
-                self.shared[rank] = SharedGradients(self.plan, Place(s, r), held, courier)
+                self.shared[rank] = SharedGradients(self.plan, Place(s, r), held, courier, compression)
 
     def give(self, index: int, *gradients: torch.Tensor | None) -> None:
         """Give each stage's copies of a parameter a gradient, the same on all replicas."""
@@ -42,7 +45,7 @@ class Ranks:
 
 
 def noise(seed: int) -> torch.Tensor:
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("name", ["1-1", "2-1", "1-2", "2-3", "3-2"])
@@ -74,10 +77,22 @@ def test_receives_are_posted_before_the_exchange_and_once():
     assert set(map(len, posted.values())) == {2}
 
 
+def test_compressed_gradients_travel_and_add_up_rounded():
+    """A holder that added its own gradient as it is would have another sum than the others."""
+    ranks, plain = Ranks("2-1", (0, 1), compression="fp16"), Ranks("2-1", (0, 1))
+    for each in (ranks, plain):
+        each.give(0, noise(1), noise(2))
+        each.exchange()
+    expected = noise(1).half().float() + noise(2).half().float()
+    assert all(torch.equal(each, expected) for each in ranks.gradients(0))
+    assert not torch.equal(expected, noise(1) + noise(2))
+    assert ranks.shared[0].bytes_sent < plain.shared[0].bytes_sent
+
+
 def test_all_holders_add_in_one_order():
     """The sum of three floats depends on the order, and copies must not drift apart."""
     ranks = Ranks("1-2-1-1", (0, 1, 3), (0, 3), (1, 2))
-    large, small = torch.full((2, 3), 1e8), torch.ones(2, 3)
+    large, small = torch.full(SHAPE, 1e8), torch.ones(SHAPE)
     ranks.give(0, small, large, None, -large)
     ranks.give(1, small, None, None, large)
     ranks.give(2, None, large, small, None)
@@ -102,7 +117,7 @@ def test_a_frozen_parameter_is_not_exchanged():
     ranks.give(1, noise(0), noise(1))
     ranks.exchange()
     assert ranks.gradients(0) == [None, None] and torch.equal(ranks.gradients(1)[0], noise(0) + noise(1))
-    assert {shared.bytes_sent for shared in ranks.shared.values()} == {64 + 64 + 64}  # header, flags, numbers
+    assert {shared.bytes_sent for shared in ranks.shared.values()} == {64 + 64 + 256}  # header, flags, numbers
 
 
 def test_a_gradient_that_turns_out_sparse_is_added_as_a_dense_one():

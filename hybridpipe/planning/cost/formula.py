@@ -397,7 +397,7 @@ def exchange_seconds(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -
     seconds = np.zeros(len(costs))
     for s, cost in enumerate(costs):
         for place in (Place(s, r) for r in range(plan.replicas[s]) if cost.exchanged):
-            messages = exchange_of(plan, place, cost.exchanged)
+            messages = exchange_of(plan, place, cost.exchanged, cluster.allreduce_factor)
             links = [cluster.link(each.sender, each.receiver) for each in messages]
             ways = {True: 0.0, False: 0.0}  # sent or received
             for each, link in zip(messages, links, strict=True):

@@ -246,7 +246,8 @@ class Simulation:
         rank.round += 1
         if instruction.completes:
             place = Place(rank.stages[0], replicas.numbers.index(rank.number))
-            rank.exchanging.extend(exchange_of(self.plan, place, rank.costs[0].exchanged))
+            factor = self.cluster.allreduce_factor
+            rank.exchanging.extend(exchange_of(self.plan, place, rank.costs[0].exchanged, factor))
         if replicas.num_reduced == rank.round * len(replicas.buckets):
             return self.exchange(rank)
         replicas.waiting.append(rank)

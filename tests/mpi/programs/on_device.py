@@ -4,6 +4,8 @@ With one GPU all ranks share it. Usage: on_device.py DEVICE WHAT [FOLDER], with 
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.engine.executor import ProgramRun
+from hybridpipe.planning.schedules.instructions import AllGather, AllReduce, Instruction, ReduceScatter, Step
 
 WORLD = MPI.COMM_WORLD
 MINIBATCH, MICROBATCH, SAMPLES, EPOCHS = 12, 3, 31, 2
@@ -175,7 +179,38 @@ def resume(device: str, folder: str) -> None:
         compare(f"{kind} resumed", Trained(torch.cat([begun.losses, rest.losses]), rest.state), whole, 0.0)
 
 
-CHECKS = {"exact": exact, "dropout": dropout, "low": low, "resume": resume}
+@contextmanager
+def raising_where_the_host_waits(device: str) -> Iterator[None]:
+    """Make torch raise where the host waits for a GPU while a microbatch runs; an update may wait once."""
+    handle = ProgramRun.handle
+
+    def guarded(run: ProgramRun, instruction: Instruction) -> None:
+        of_update = isinstance(instruction, AllReduce | ReduceScatter | Step | AllGather)
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default" if of_update else "error")
+        try:
+            handle(run, instruction)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+    ProgramRun.handle = guarded
+    try:
+        yield
+    finally:
+        ProgramRun.handle = handle
+
+
+def waits(device: str) -> None:
+    """Compare with the CPU where torch raises at a wait."""
+    training = Training()
+    reference = alone(training, "cpu")
+    with raising_where_the_host_waits(device):
+        for kind in some(SYNCHRONOUS, device):
+            compare(f"{kind} without waits", training(kind, device), reference, EXACT)
+
+
+CHECKS = {"exact": exact, "dropout": dropout, "low": low, "resume": resume, "waits": waits}
 
 if __name__ == "__main__":
     device, what, *more = sys.argv[1:]
