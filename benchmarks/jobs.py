@@ -86,6 +86,7 @@ def program(
     out: Path,
     environment: Mapping[str, str] | None = None,
     network: Network = HERE,
+    limit_seconds: float = COMMAND_SECONDS,
 ) -> None:
     """Run one of programs/, which writes into `out`.
 
@@ -93,7 +94,7 @@ def program(
         SystemExit: the job has failed.
     """
     words = [sys.executable, str(PROGRAMS / f"{name}.py"), *arguments, "--out", str(out)]
-    code = _logged(words, ranks, out, network, environment or {}, COMMAND_SECONDS)
+    code = _logged(words, ranks, out, network, environment or {}, limit_seconds)
     if code:
         raise SystemExit(f"{name}: exit code {code}; see {out / 'log.txt'}")
 
@@ -108,6 +109,7 @@ def start(
     arguments: Sequence[str] = (),
     network: Network = HERE,
     environment: Mapping[str, str] | None = None,
+    limit_seconds: float = PROGRAM_SECONDS,
 ) -> Row:
     """Train a task one way in round `number`; the row of a job that fails holds its error."""
     words = [sys.executable, str(PROGRAMS / f"{way.program}.py"), task, "--variant", way.variant]
@@ -117,9 +119,9 @@ def start(
         port = str(free.getsockname()[1])
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(environment or {})}
     try:
-        code = _logged(words, way.ranks, out, network, settings, PROGRAM_SECONDS)
+        code = _logged(words, way.ranks, out, network, settings, limit_seconds)
     except subprocess.TimeoutExpired:
-        return Row(group, way.name, number, error=f"took more than {PROGRAM_SECONDS:g} s")
+        return Row(group, way.name, number, error=f"took more than {limit_seconds:g} s")
     if code:
         return Row(group, way.name, number, error=reason((out / "log.txt").read_text()))
     reports = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(way.ranks)]

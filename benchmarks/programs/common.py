@@ -45,33 +45,27 @@ class Task:
     input_shape: tuple[int, ...]  # () stands for a block of characters
     learning_rate: float = 0.01
     block: int = BLOCK
+    vocabulary: int = VOCABULARY
 
     def samples(self, count: int) -> TensorDataset:
         """Make up samples: a minibatch takes the same time whatever they contain."""
         generator = torch.Generator().manual_seed(SEED)
         if not self.input_shape:
-            text = torch.randint(VOCABULARY, (count, self.block + 1), generator=generator)
+            text = torch.randint(self.vocabulary, (count, self.block + 1), generator=generator)
             return TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
         images = torch.randn(count, *self.input_shape, generator=generator)
         return TensorDataset(images, torch.randint(10, (count,), generator=generator))
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy over samples, and over the characters of each."""
-        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy over samples, and over the characters of each, in float32."""
+        logits = outputs if isinstance(outputs, Tensor) else outputs["logits"]
+        return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
     def optimizer(
         self, parameters: Iterator[nn.Parameter], fused: bool | None = None
     ) -> torch.optim.Optimizer:
         """Make the optimizer."""
         return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, fused=fused)
-
-
-class ZooTask(Task):
-    """A model of the zoo, whose sizes are those of tests: many samples take as much memory."""
-
-    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the zoo's loss of the outputs, which may be anything."""
-        return super().loss(outputs if isinstance(outputs, Tensor) else outputs["logits"], targets)
 
 
 def zoo(name: str, **options: Any) -> nn.Module:
@@ -81,6 +75,23 @@ def zoo(name: str, **options: Any) -> nn.Module:
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module.ZOO[name](batch=1, **options).model
+
+
+def gpt2(tied: bool, width: int, num_layers: int, num_heads: int, block: int, vocabulary: int) -> nn.Module:
+    """Make a GPT-2 of transformers, without dropout; the head is the embedding, or has its own weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # not installed everywhere
+
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"n_embd": width, "n_layer": num_layers, "n_head": num_heads, "n_positions": block}
+    ends = {"vocab_size": vocabulary, "bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(**sizes, **ends, **no_dropout, tie_word_embeddings=tied, use_cache=False)
+    return GPT2LMHeadModel(config)
+
+
+def gpt2_task(tied: bool, minibatch: int, *sizes: int) -> Task:
+    """Return the task of a `gpt2` of these sizes."""
+    *_, block, vocabulary = sizes
+    return Task(partial(gpt2, tied, *sizes), minibatch, (), block=block, vocabulary=vocabulary)
 
 
 TASKS = {
@@ -95,9 +106,13 @@ TASKS = {
         partial(models.gpt, width=768, num_layers=14, num_heads=12, block_size=512), 64, (), block=512
     ),
     "gpt-small": Task(partial(models.gpt, width=64, num_layers=4), 16, ()),
-    # For `memory`: models that are recorded.
-    "zoo-gpt2": ZooTask(partial(zoo, "gpt2", dropout=0.0, tied=False), 512, ()),
-    "zoo-resnet": ZooTask(partial(zoo, "resnet50"), 128, (3, 32, 32)),
+    "gpt2-tied": gpt2_task(True, 32, 768, 6, 12, 512, 50257),
+    "gpt2-untied": gpt2_task(False, 32, 768, 6, 12, 512, 50257),
+    "gpt2-tied-small": gpt2_task(True, 16, 64, 2, 4, 32, 257),
+    "gpt2-untied-small": gpt2_task(False, 16, 64, 2, 4, 32, 257),
+    # For `memory`: models that are recorded, as small as in tests; many samples take as much memory.
+    "zoo-gpt2": Task(partial(zoo, "gpt2", dropout=0.0, tied=False), 512, ()),
+    "zoo-resnet": Task(partial(zoo, "resnet50"), 128, (3, 32, 32)),
     # For tests.
     "tiny": Task(partial(models.mlp, width=16, depth=4), 16, (1, 8, 8)),
 }

@@ -69,6 +69,7 @@ def main() -> None:
         zero=f"zero = {used.zero_of(0)}" + ", reduce-scatter" * used.scatters(0),
         processor=[after - before for before, after in pairwise(processor[:-1])],  # the last come together
         rank_seconds=traced.per_minibatch() if traced else {},
+        predicted=summary.get("predicted_minibatch_seconds"),
         **memory,
     )
     trainer.close()
