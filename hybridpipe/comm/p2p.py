@@ -11,7 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.courier import HEADER_NAMES, Arriving, Content, Courier
+from hybridpipe.comm.courier import (
+    HEADER_NAMES,
+    LARGEST_TAG,
+    READ_TAG,
+    SHARED_TAG,
+    Arriving,
+    Content,
+    Courier,
+)
 from hybridpipe.comm.messages import (
     SPEC_BYTES,
     ProtocolError,
@@ -27,9 +35,6 @@ from hybridpipe.model.tensors import TensorTree, received, tensors_of
 from hybridpipe.planning.cost.memory import LOOK_AHEAD
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.instructions import Program, ReceiveActivation, ReceiveGradient
-
-LARGEST_TAG = 2**15 - 1  # every MPI library allows it
-SHARED_TAG = LARGEST_TAG  # of `optim.shared_gradients`; no activation or gradient at a cut has it
 
 KINDS = 3
 ACTIVATION, GRADIENT, SPEC = range(KINDS)
@@ -188,7 +193,7 @@ class PointToPoint:
                 posted.pending.wait()  # raises for a message of another size, which has filled no buffer
                 posted.check()
         for tag, message in self._transport.unexpected(peer):
-            if tag % KINDS == SPEC or tag == SHARED_TAG:
+            if tag % KINDS == SPEC or tag in (SHARED_TAG, READ_TAG):
                 continue
             found = dict(zip(HEADER_NAMES, header_of(message, len(HEADER_NAMES)), strict=True))
             expected = self._tag(found["kind"], found["microbatch"], found["stage"])
