@@ -163,9 +163,7 @@ class LateCuda(TorchFunctionMode):
     def Stream(self, device: torch.device) -> Stream:
         return Stream(self)
 
-    def Event(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-    ) -> Event:
+    def Event(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
         return Event(self)
 
     def set_device(self, device: torch.device) -> None:

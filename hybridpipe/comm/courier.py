@@ -166,7 +166,10 @@ class IpcCourier(StagingCourier):
             super().send(spec, tensors, header, staged_peers, tag)
 
     def receive(self, spec: Spec, header: Header, peer: int, tag: int) -> Arriving:
-        """Post a receive: of the note, where the message is read from a slot."""
+        """Post a receive of the note, where the peer reads and is read.
+
+        The message before it with this tag has been waited for: it may follow its note.
+        """
         if peer not in self._slots:
             return super().receive(spec, header, peer, tag)
         note = self.transport.buffer(_noted_bytes(spec))

@@ -39,7 +39,9 @@ def trained_late(plan, model, data, way="staged"):
     return done, [mistake for each in lanes.values() for mistake in each.cuda.mistakes]
 
 
-@pytest.mark.parametrize("named, model, way", thinned(PLANS, [mlp, skip, branches], ["staged", "direct", "ipc"]))
+@pytest.mark.parametrize(
+    "named, model, way", thinned(PLANS, [mlp, skip, branches], ["staged", "direct", "ipc"])
+)
 def test_late_copies_change_nothing(named, model, way):
     torch.manual_seed(0)
     name, schedule = named
@@ -170,15 +172,70 @@ class Broken:
         monkeypatch.setattr(LateLanes, "used", lambda self, tensor: tensor)
 
 
-@pytest.mark.parametrize("wait", [each for each in vars(Broken) if not each.startswith("_")])
-def test_a_missing_wait_is_found(monkeypatch, wait):
+class BrokenIpc:
+    """Breaks one of the waits between two ranks."""
+
+    @staticmethod
+    def slot_is_written_before_it_was_read(monkeypatch):
+        """The sender's GPU does not wait for the reader's."""
+        monkeypatch.setattr(devices.GpuLanes, "wait_for", lambda self, event: None)
+
+    @staticmethod
+    def slot_is_free_at_once(monkeypatch):
+        """The sender takes a slot again before its reader has given its GPU the copy."""
+        write = mailbox.SentSlot.write
+
+        def and_free(self, *arguments):
+            write(self, *arguments)
+            self.is_free = True
+
+        monkeypatch.setattr(mailbox.SentSlot, "write", and_free)
+
+    @staticmethod
+    def slot_is_read_before_it_was_written(monkeypatch):
+        """The reader's GPU does not wait for the sender's."""
+        copy_from = devices.GpuLanes.copy_from
+
+        def at_once(self, room, memory, written, read):
+            return copy_from(self, room, memory, self._cuda.Event(), read)
+
+        monkeypatch.setattr(devices.GpuLanes, "copy_from", at_once)
+
+    @staticmethod
+    def read_comes_before_the_copy(monkeypatch):
+        """The event for the sender does not wait for the copy."""
+
+        def copy_from(self, room, memory, written, read):
+            with self._cuda.stream(self._inward):
+                read.record()
+                self._inward.wait_event(written)
+                return self._copied(room, memory)
+
+        monkeypatch.setattr(devices.GpuLanes, "copy_from", copy_from)
+
+    @staticmethod
+    def computing_does_not_wait(monkeypatch):
+        """Layers read what was not copied."""
+        Broken.computing_does_not_wait(monkeypatch)
+
+    @staticmethod
+    def use_is_not_recorded(monkeypatch):
+        """The stream for copies gets memory back while layers use it."""
+        Broken.use_is_not_recorded(monkeypatch)
+
+
+BREAKS = [(kind, name) for kind in (Broken, BrokenIpc) for name in vars(kind) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("kind, wait", BREAKS)
+def test_a_missing_wait_is_found(monkeypatch, kind, wait):
     """This is a test of the stand-in: without the wait, numbers or the order of things are wrong."""
     torch.manual_seed(0)
     net, plan, data = mlp(), make_plan("1-1-1", 5, 8), minibatches(16, 16, 16)
     expected = in_threads(plan, net, data, 2, **train)
-    getattr(Broken, wait)(monkeypatch)
+    getattr(kind, wait)(monkeypatch)
     try:
-        done, mistakes = trained_late(plan, net, data)
+        done, mistakes = trained_late(plan, net, data, "ipc" if kind is BrokenIpc else "staged")
     except (RuntimeError, IndexError):  # NaN, another head, or targets that are no classes
         return
     assert mistakes or done.losses != expected.losses
