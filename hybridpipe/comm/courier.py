@@ -22,10 +22,7 @@ Header = Sequence[int]
 
 HEADER_NAMES = ("kind", "step", "microbatch", "stage", "form")
 
-LARGEST_TAG = 2**15 - 1  # every MPI library allows it
-# No activation or gradient at a cut has one of these tags.
-SHARED_TAG = LARGEST_TAG  # of `optim.shared_gradients`
-READ_TAG = LARGEST_TAG - 1  # of notes that a slot was read
+READ_TAG = 2**15 - 2  # of notes that a slot was read; no message has it (`p2p`)
 
 
 class Arriving(NamedTuple):
@@ -188,7 +185,8 @@ class IpcCourier(StagingCourier):
 
     def _read(self, peer: int, number: int, handle: bytes, num_bytes: int) -> Tensor:
         """Return a message that the GPU copies from a slot."""
-        slot = self._slots[peer].setdefault(number, ReadSlot(self.lanes))
+        slots = self._slots[peer]
+        slot = slots[number] = slots.get(number) or ReadSlot(self.lanes)
         room, copied = slot.read(handle, num_bytes)
         self._tell_read(peer, number, slot.handle)
         self._ahead.append(copied)

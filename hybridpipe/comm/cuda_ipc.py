@@ -83,11 +83,11 @@ def readers(world: MPI.Comm, lanes: Lanes, pairs: Collection[Pair]) -> frozenset
 
 def _tried(world: MPI.Comm, lanes: Lanes, peers: Mapping[int, _Gpu]) -> dict[int, str]:
     """Exchange messages with other ranks through slots; return this rank's errors by rank. Collective."""
-    trials = {peer: _Trial(lanes, world.rank, peer, gpu) for peer, gpu in peers.items()}
+    trials = {peer: _PairTrial(lanes, world.rank, peer, gpu) for peer, gpu in peers.items()}
     whys: dict[int, str] = {}
     told = dict.fromkeys(trials, b"")
     turns = [(num_bytes, turn) for num_bytes in TRIAL_BYTES for turn in range(TRIAL_TURNS)]
-    for (num_bytes, turn), step in product(turns, (_Trial.write, _Trial.read, _Trial.free)):
+    for (num_bytes, turn), step in product(turns, (_PairTrial.write, _PairTrial.read, _PairTrial.free)):
         said: dict[int, bytes] = {}
         for peer in told:
             try:
@@ -102,7 +102,7 @@ def _tried(world: MPI.Comm, lanes: Lanes, peers: Mapping[int, _Gpu]) -> dict[int
     return whys
 
 
-class _Trial:
+class _PairTrial:
     """Messages between this rank and another one; each step takes what the other's last one has returned.
 
     Args:

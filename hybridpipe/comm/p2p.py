@@ -11,15 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.courier import (
-    HEADER_NAMES,
-    LARGEST_TAG,
-    READ_TAG,
-    SHARED_TAG,
-    Arriving,
-    Content,
-    Courier,
-)
+from hybridpipe.comm.courier import HEADER_NAMES, READ_TAG, Arriving, Content, Courier
 from hybridpipe.comm.messages import (
     SPEC_BYTES,
     ProtocolError,
@@ -35,6 +27,9 @@ from hybridpipe.model.tensors import TensorTree, received, tensors_of
 from hybridpipe.planning.cost.memory import LOOK_AHEAD
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.instructions import Program, ReceiveActivation, ReceiveGradient
+
+LARGEST_TAG = 2**15 - 1  # every MPI library allows it
+SHARED_TAG = LARGEST_TAG  # of `optim.shared_gradients`; no activation or gradient at a cut has it
 
 KINDS = 3
 ACTIVATION, GRADIENT, SPEC = range(KINDS)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.courier import SHARED_TAG, Arriving, Courier
+from hybridpipe.comm.courier import Arriving, Courier
 from hybridpipe.comm.messages import Spec, TensorSpec
-from hybridpipe.comm.p2p import KINDS
+from hybridpipe.comm.p2p import KINDS, SHARED_TAG
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.shared_parameters import peers_of
 

@@ -66,4 +66,4 @@ def test_a_gpu_that_is_not_seen_or_not_reached_is_not_read(monkeypatch, seen, wh
     gpu = cuda_ipc._Gpu(torch.device("cuda", 1), seen)
     monkeypatch.setattr(cuda_ipc, "visible_gpus", lambda: ())
     with pytest.raises(RuntimeError, match=why):
-        cuda_ipc._Trial(lanes, 0, 1, gpu).write(b"", 64, 0)
+        cuda_ipc._PairTrial(lanes, 0, 1, gpu).write(b"", 64, 0)
