@@ -13,7 +13,8 @@ SECONDS = 150
 
 def on_gpu(plans: int, *more: str):
     """The GPU and the number of plans to try on it; skipped without one."""
-    return pytest.param("cuda", plans, *more, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU))
+    no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
+    return pytest.param("cuda", plans, *more, marks=no_gpu)
 
 
 @pytest.fixture
