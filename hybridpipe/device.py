@@ -4,10 +4,12 @@ Knows torch, no model, and no ranks but those of this one's host.
 Invariant: no other module asks whether a device is a GPU to read time, to wait or to copy.
 """
 
+import pickle
 import resource
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -163,18 +165,51 @@ class GpuLanes(Lanes):
         with self._cuda.stream(self._inward):
             return room[:num_bytes].cpu()
 
+    def reaches(self, device: torch.device) -> bool:
+        """Return True if this GPU reads the memory of another one without the host."""
+        return device == self.device or bool(self._cuda.can_device_access_peer(self.device, device))
+
+    def shared_event(self) -> Any:
+        """Return an event that other processes of this host may wait for, each time that it is recorded."""
+        return self._cuda.Event(interprocess=True)
+
+    def handle_of(self, *what: Any) -> bytes:
+        """Return what another process opens to use memory and events of this one, while this one has them."""
+        return bytes(ForkingPickler.dumps(what))
+
+    def opened(self, handle: bytes) -> tuple[Any, ...]:
+        """Return the memory and events behind a handle of another process."""
+        opened: tuple[Any, ...] = pickle.loads(handle)
+        return opened
+
+    def wait_for(self, event: Any) -> None:
+        """Let work that is given to the current stream from now on wait for the event, as recorded last."""
+        self._cuda.current_stream(self.device).wait_event(event)
+
+    def copy_from(self, room: Tensor, memory: Tensor, written: Any, read: Any) -> "Point":
+        """Start to copy memory of another process, once it is written; `read` comes when it may be again.
+
+        Returns:
+            the end of the copy.
+        """
+        with self._cuda.stream(self._inward):
+            self._inward.wait_event(written)
+            copied = self._copied(room, memory)
+            read.record()
+            return copied
+
     def used(self, tensor: Tensor) -> Tensor:
         """Return memory of the inward stream, which the current stream uses from now on."""
         tensor.record_stream(self._cuda.current_stream(self.device))  # else it could be written too early
         return tensor
 
-    def _copied(self, to: Tensor, source: Tensor, held: Tensor) -> "Point":
+    def _copied(self, to: Tensor, source: Tensor, *held: Tensor) -> "Point":
         """Start to copy in the current stream; return the end of it."""
         to.copy_(source, non_blocking=True)
-        return Point(self._recorded(), (held,))
+        return Point(self._recorded(), held)
 
     def _recorded(self) -> Any:
-        event = self._cuda.Event()
+        event = self._cuda.Event(blocking=True)
         event.record()
         return event
 
@@ -182,12 +217,12 @@ class GpuLanes(Lanes):
 class Point(NamedTuple):
     """A point in a lane's work; `held` must not be used otherwise before it is reached."""
 
-    event: Completion
+    event: Any
     held: tuple[Tensor, ...]
 
     def query(self) -> bool:
         """Return True if the work before the point is done."""
-        return self.event.query()
+        return bool(self.event.query())
 
 
 def visible_gpus() -> tuple[str, ...]:

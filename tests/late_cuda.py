@@ -4,16 +4,19 @@ A copy into memory of the device, and every copy with `non_blocking`, is queued 
 at an event takes one step of its stream, so that work is done after some looks, and never by itself.
 Everything else runs at once: the stream that computes is ahead of its own copies. Queued copies know
 addresses only, as a GPU does: memory that was let go of too early holds something else by then.
+
+Ranks are threads. A handle of one is what it stands for, and streams wait for events of other ranks.
 """
 
 import ctypes
 import threading
 import time
+import uuid
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,7 +32,7 @@ class Stream:
     """A queue of work."""
 
     def __init__(self, cuda: "LateCuda") -> None:
-        self.cuda, self.work = cuda, deque[Callable[[], bool]]()
+        self.cuda, self.work = cuda, deque[Mark | Wait | Copy]()
 
     def step(self) -> None:
         """Do one piece of work, or let another stream do one that this one waits for."""
@@ -38,23 +41,55 @@ class Stream:
 
     def wait_event(self, event: "Event") -> None:
         with self.cuda.lock:
-            if self is self.cuda.computing:  # what it computes next needs the numbers now
-                event.stream.hurry(event)
-            else:
-                self.work.append(lambda: event.reached or event.stream.step() or event.reached)
-
-    def hurry(self, event: "Event") -> None:
-        """Do the copies before an event for those who wait on the device; hosts learn of them later."""
-        for work in self.work:
-            if work is event.reach:
+            mark = event.mark  # as recorded last; a wait for what was never recorded is none
+            if mark is None:
                 return
-            if isinstance(work, Copy):
-                work.hurry()
+            if self is self.cuda.computing and mark.stream.cuda is self.cuda:
+                mark.stream.hurry(mark)  # what it computes next needs the numbers now
+            else:
+                self.work.append(Wait(mark))
+
+    def hurry(self, mark: "Mark") -> None:
+        """Do the copies before a mark for those who wait on the device; hosts learn of them later."""
+        for work in list(self.work):
+            if work is mark:
+                return
+            work.hurry()
 
     def synchronize(self) -> None:
         with self.cuda.lock:
             while self.work:
                 self.step()
+
+
+class Mark:
+    """A place in a stream's work."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.reached = stream, False
+
+    def hurry(self) -> None:
+        """Hosts learn of it later."""
+
+    def __call__(self) -> bool:
+        self.reached = True
+        return True
+
+
+class Wait:
+    """A wait for a place in another stream's work, perhaps of another rank."""
+
+    def __init__(self, mark: Mark) -> None:
+        self.mark = mark
+
+    def hurry(self) -> None:
+        while not self():
+            pass
+
+    def __call__(self) -> bool:
+        if not self.mark.reached:
+            self.mark.stream.step()
+        return self.mark.reached
 
 
 class Copy:
@@ -80,23 +115,24 @@ class Copy:
 
 
 class Event:
-    """A point in a stream's work."""
+    """A point in a stream's work, where it was recorded last."""
 
     def __init__(self, cuda: "LateCuda") -> None:
-        self.cuda, self.reached = cuda, False
+        self.cuda, self.mark = cuda, None
 
     def record(self) -> None:
-        self.stream, self.seconds = self.cuda.current_stream(), time.perf_counter()
-        self.stream.work.append(self.reach)
+        with self.cuda.lock:
+            self.mark, self.seconds = Mark(self.cuda.current_stream()), time.perf_counter()
+            self.mark.stream.work.append(self.mark)
 
-    def reach(self) -> bool:
-        self.reached = True
-        return True
+    @property
+    def reached(self) -> bool:
+        return self.mark.reached
 
     def query(self) -> bool:
         with self.cuda.lock:
             if not self.reached:
-                self.stream.step()
+                self.mark.stream.step()
             return self.reached
 
     def synchronize(self) -> None:
@@ -115,9 +151,10 @@ class LateCuda(TorchFunctionMode):
         mistakes: found so far.
     """
 
+    lock = threading.RLock()  # of all ranks, which wait for each other's streams
+
     def __init__(self) -> None:
         super().__init__()
-        self.lock = threading.RLock()
         self.computing = self._current = Stream(self)
         self.mistakes: list[str] = []
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
@@ -126,7 +163,7 @@ class LateCuda(TorchFunctionMode):
     def Stream(self, device: torch.device) -> Stream:
         return Stream(self)
 
-    def Event(self, enable_timing: bool = False, blocking: bool = False) -> Event:
+    def Event(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
         return Event(self)
 
     def set_device(self, device: torch.device) -> None:
@@ -201,9 +238,19 @@ class LateCuda(TorchFunctionMode):
 class LateLanes(GpuLanes):
     """The lanes of a GPU that is a CPU: what is on the host is on the device as well."""
 
+    handles: ClassVar[dict[bytes, tuple[Any, ...]]] = {}  # those that no rank has opened yet
+
     def __init__(self) -> None:
         self.cuda = LateCuda()
         super().__init__(torch.device("cpu"), self.cuda)
+
+    def handle_of(self, *what: Any) -> bytes:
+        handle = uuid.uuid4().bytes
+        self.handles[handle] = what
+        return handle
+
+    def opened(self, handle: bytes) -> tuple[Any, ...]:
+        return self.handles.pop(handle)  # opened once, by one rank
 
     def is_here(self, tensor: Tensor) -> bool:
         return False

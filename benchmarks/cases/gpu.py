@@ -55,7 +55,14 @@ CORES_WAYS = (
     Way("ours, auto", "ours", "auto", CORES_RANKS),
     Way(PIPEDREAM, "ours", "auto-pipedream", CORES_RANKS),
 )
-CHECKS = ("exact", "low", "dropout", "resume")
+CHECKS = {  # of on_device.py, and the environment of its ranks
+    "exact": {},
+    "exact, by CUDA IPC": {"HYBRIDPIPE_CUDA_IPC": "1"},
+    "low": {},
+    "dropout": {},
+    "resume": {},
+    "waits": {},
+}
 PROGRAM = ROOT / "tests" / "mpi" / "programs" / "on_device.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # sums in one order
 Job = Callable[[], Iterable[Row]]
@@ -160,12 +167,13 @@ def _tested(run: Run, part: Part, check: str) -> Iterator[Row]:
     out = run.out / part.name / check / f"round{run.round}"
     out.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "hybridpipe.launch.mpirun", "4", "--"]
-    words = [*launcher, sys.executable, str(PROGRAM), "cpu" if run.options.rehearse else "cuda", check]
+    words = [*launcher, sys.executable, str(PROGRAM), "cpu" if run.options.rehearse else "cuda"]
+    words += [check.split(",")[0]]
     words += [str(out / "checkpoints")] if check == "resume" else []
     with (out / "log.txt").open("w") as log:
         streams = {"stdout": log, "stderr": subprocess.STDOUT}
         try:
-            code = jobs.finished(words, ENVIRONMENT, part.seconds, **streams).returncode
+            code = jobs.finished(words, ENVIRONMENT | CHECKS[check], part.seconds, **streams).returncode
         except subprocess.TimeoutExpired:
             code = -1
     text = (out / "log.txt").read_text()

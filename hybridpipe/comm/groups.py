@@ -67,7 +67,8 @@ def _watched(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("Barrier", "Bcast", "bcast", "Allreduce", "allreduce", "gather", "allgather", "Send", "Recv"):
+_NAMES = "Barrier Bcast bcast Allreduce allreduce gather allgather alltoall Send Recv"
+for _name in _NAMES.split():
     setattr(WatchedComm, _name, _watched(_name))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.courier import HEADER_NAMES, Arriving, Content, Courier
+from hybridpipe.comm.courier import HEADER_NAMES, READ_TAG, Arriving, Content, Courier
 from hybridpipe.comm.messages import (
     SPEC_BYTES,
     ProtocolError,
@@ -188,7 +188,7 @@ class PointToPoint:
                 posted.pending.wait()  # raises for a message of another size, which has filled no buffer
                 posted.check()
         for tag, message in self._transport.unexpected(peer):
-            if tag % KINDS == SPEC or tag == SHARED_TAG:
+            if tag % KINDS == SPEC or tag in (SHARED_TAG, READ_TAG):
                 continue
             found = dict(zip(HEADER_NAMES, header_of(message, len(HEADER_NAMES)), strict=True))
             expected = self._tag(found["kind"], found["microbatch"], found["stage"])

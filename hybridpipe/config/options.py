@@ -81,8 +81,8 @@ class UpdateOptions:
             stage whose gradients are d updates late takes smaller steps, at first by d (PipeMare, 2021).
         precision: "bf16" and "fp16" compute the forward under autocast, and send float32 values and gradients
             over cuts in 16 bits; "bf16-params" also casts matrices, once an update.
-        compression: "fp16" sends float32 gradients as float16, between replicas and between stages that share a
-            parameter: three digits, up to 65504.
+        compression: "fp16" sends float32 gradients as float16, between replicas and between stages that
+            share a parameter: three digits, up to 65504.
         on_nonfinite: where a loss or gradient is NaN or infinite: "stop" ends the job and names it, "skip"
             leaves the update out, on all ranks or an asynchronous stage's replicas; "ignore" does not check.
         optimizer_per_stage: allow an optimizer that looks beyond a parameter, or under `zero` beyond an

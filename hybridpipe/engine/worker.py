@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridpipe.comm.courier import courier_of
 from hybridpipe.comm.cuda_aware import cuda_aware
+from hybridpipe.comm.cuda_ipc import neighbours, readers
 from hybridpipe.comm.groups import communicators
 from hybridpipe.comm.idle import cores_to_spare
 from hybridpipe.comm.mpi import MPI
@@ -84,7 +85,10 @@ class Worker:
         transport = FaultyTransport if faults.any_left() else MpiTransport
         peers, to_spare = self.communicators.peers, cores_to_spare(world)
         self.transport = transport(peers, to_spare, progress_thread, not self.lanes.on_host)
-        self.courier = courier_of(self.transport, self.lanes, cuda_aware(self.control, device))
+        direct = cuda_aware(self.control, device)
+        pairs = set() if direct else neighbours(plan, layers.holders(plan).values())
+        others = readers(self.control, self.lanes, pairs)
+        self.courier = courier_of(self.transport, self.lanes, direct, others)
         self._left = False
         self.end_requested = False  # by a callback of this rank
         whole_state.broadcast(self.model, self.control)
@@ -494,5 +498,6 @@ class Worker:
             return
         if self.executor.sync is not None:
             self.executor.sync.close()
+        self.courier.close()
         self.transport.close()
         self.communicators.free()

@@ -57,9 +57,8 @@ def describe(build: Build, names: Sequence[str], visible: str | None) -> str:
         else "MPI is not CUDA-aware"
     )
     kinds = " and ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
-    return (
-        f"{kinds}, CUDA {build.torch_cuda}; {_all_reduces(build)}; messages by pinned host memory, {messages}"
-    )
+    ways = "messages by pinned memory, or by CUDA IPC for HYBRIDPIPE_CUDA_IPC=1"
+    return f"{kinds}, CUDA {build.torch_cuda}; {_all_reduces(build)}; {ways}, {messages}"
 
 
 def _all_reduces(build: Build) -> str:

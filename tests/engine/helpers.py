@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from tests.engine.inprocess import Mailboxes, QueueTransport, SharedSync
 from tests.late_cuda import LateLanes
 
 CPU = torch.device("cpu")
+Way = Literal["staged", "direct", "ipc"]
 
 
 class Call(nn.Module):
@@ -192,7 +193,7 @@ def make_executors(
     rule: UpdateRule,
     timeout_seconds: float = 5.0,
     lanes: dict[int, Lanes] | None = None,
-    direct: bool = False,
+    way: Way = "staged",
     scale: LossScale = DYNAMIC,
 ) -> tuple[dict[int, Executor], list[threading.Barrier]]:
     """Return each rank's executor, with a model of its own, and the barriers where ranks wait."""
@@ -209,7 +210,9 @@ def make_executors(
         barriers.append(threading.Barrier(spec.replicas, timeout=timeout_seconds))
         for r, rank in enumerate(spec.ranks):
             own = Lanes(CPU) if lanes is None else lanes[rank]
-            courier = courier_of(QueueTransport(mailboxes, rank, timeout_seconds), own, direct)
+            others = set(plan.ranks) - {rank} if way == "ipc" else ()
+            transport = QueueTransport(mailboxes, rank, timeout_seconds)
+            courier = courier_of(transport, own, way == "direct", others)
             place, trained = Place(group, r), [p for p in parameters[r] if p.requires_grad]
             parts = RankParts(
                 plan=plan,
@@ -260,17 +263,17 @@ def in_threads(
     rule: UpdateRule | None = None,
     accumulate: int = 1,
     lanes: dict[int, Lanes] | None = None,
-    direct: bool = False,
+    way: Way = "staged",
     scale: LossScale = DYNAMIC,
 ) -> Result:
     """Train under a plan, with a thread for each rank, and raise the first failing rank's error.
 
     Args:
         lanes: of each rank; by default those of a CPU.
-        direct: messages are sent from the device's own memory.
+        way: of messages between devices that are no CPUs.
     """
     lanes, rule = lanes or {rank: Lanes(CPU) for rank in plan.ranks}, rule or UpdateRule(optimizer)
-    made = plan, model, loss, rule, timeout_seconds, lanes, direct, scale
+    made = plan, model, loss, rule, timeout_seconds, lanes, way, scale
     executors, barriers = make_executors(*made)
     skips = Skips(plan.num_ranks, timeout_seconds)
     cut = [slice_minibatch(*minibatch, microbatch_size) for minibatch in minibatches]

@@ -15,6 +15,7 @@ from hybridpipe import Plan, StageSpec
 from hybridpipe.comm.messages import ProtocolError
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import AllReduce, Forward, Load, Products, Step
+from hybridpipe.stage import wgrad
 from tests.engine.helpers import Call, OnFirst, assert_same, in_threads, make_plan, one_process
 
 FEATURES, CLASSES = 4, 3
@@ -238,7 +239,7 @@ def test_events_are_the_program_in_order_and_do_not_overlap(name):
             assert times == sorted(times)
 
 
-WIDE = 512  # the weight gradients of a layer of this width are batched
+WIDE = 512
 
 
 @pytest.mark.parametrize(
@@ -251,8 +252,9 @@ WIDE = 512  # the weight gradients of a layer of this width are batched
         ("1-1", "zero-bubble", 1, set()),  # a product for each microbatch
     ],
 )
-def test_deferred_wgrad_is_computed_after_the_last_send(name, schedule, chunks, making):
+def test_deferred_wgrad_is_computed_after_the_last_send(monkeypatch, name, schedule, chunks, making):
     """It once delayed the last gradient's send, by a fifth of a minibatch with large layers."""
+    monkeypatch.setattr(wgrad, "LEAST_ELEMENTS", WIDE * WIDE)
     model = nn.Sequential(nn.Linear(FEATURES, WIDE), *(nn.Linear(WIDE, WIDE) for _ in range(5))).double()
     data = minibatches(12, 7)
     plan = make_plan(name, len(model), 6, schedule, chunks=chunks)

@@ -1,4 +1,4 @@
-"""The host waits for a device once an update: while a microbatch runs it reads nothing that is computed there.
+"""The host waits for a device once an update: while a microbatch runs it reads nothing that is computed.
 
 Each such read on a GPU is a pause in which the GPU gets no work.
 """

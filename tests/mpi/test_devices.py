@@ -5,21 +5,25 @@ import re
 import pytest
 import torch
 
+from hybridpipe.comm.cuda_ipc import WANTED
+
 NO_GPU = "needs a GPU: torch.cuda.is_available() is False"
 SECONDS = 150
 
 
-def on_gpu(plans: int):
+def on_gpu(plans: int, *more: str):
     """The GPU and the number of plans to try on it; skipped without one."""
-    return pytest.param("cuda", plans, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU))
+    no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
+    return pytest.param("cuda", plans, *more, marks=no_gpu)
 
 
 @pytest.fixture
 def on_device(job, tmp_path):
     """What on_device.py prints on so many ranks, a line for each plan."""
 
-    def run(ranks: int, device: str, what: str, *more: str) -> list[str]:
+    def run(ranks: int, device: str, what: str, *more: str, ipc: str = "1") -> list[str]:
         env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else cuBLAS may add in another order from run to run
+        env |= {WANTED: ipc}
         done = job(ranks, "on_device.py", device, what, *more, timeout_seconds=SECONDS, env=env)
         return re.findall(r"^Kind.*: losses within .*, weights within .*$", done.stdout, re.MULTILINE)
 
@@ -29,9 +33,10 @@ def on_device(job, tmp_path):
 pytestmark = pytest.mark.timeout(SECONDS + 30)
 
 
-@pytest.mark.parametrize("device, plans", [("cpu", 3 + 1), on_gpu(9 + 3)])
-def test_every_schedule_trains_what_the_cpu_trains(on_device, device, plans):
-    assert len(on_device(4, device, "exact")) == plans
+@pytest.mark.parametrize("device, plans, ipc", [("cpu", 3 + 1, "1"), on_gpu(9 + 3, "1"), on_gpu(9 + 3, "0")])
+def test_every_schedule_trains_what_the_cpu_trains(on_device, device, plans, ipc):
+    """On a GPU that all ranks share, by CUDA IPC where it works, and by way of pinned memory."""
+    assert len(on_device(4, device, "exact", ipc=ipc)) == plans
 
 
 @pytest.mark.parametrize("device, plans", [("cpu", 3), on_gpu(9)])

@@ -12,7 +12,6 @@ from hybridpipe.planning.plan import Place
 from tests.engine.helpers import each_in_a_thread, make_plan
 from tests.engine.inprocess import Mailboxes, QueueTransport
 
-
 SHAPE = (2, 30)  # in 16 bits a shorter message, though messages are aligned
 
 
@@ -117,7 +116,7 @@ def test_a_frozen_parameter_is_not_exchanged():
     ranks.give(1, noise(0), noise(1))
     ranks.exchange()
     assert ranks.gradients(0) == [None, None] and torch.equal(ranks.gradients(1)[0], noise(0) + noise(1))
-    assert {shared.bytes_sent for shared in ranks.shared.values()} == {64 + 64 + 256}  # header, flags, numbers
+    assert {shared.bytes_sent for shared in ranks.shared.values()} == {64 + 64 + 256}
 
 
 def test_a_gradient_that_turns_out_sparse_is_added_as_a_dense_one():

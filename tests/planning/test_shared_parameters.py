@@ -91,7 +91,9 @@ def test_formula_and_simulator_charge_the_exchange_once_an_update(schedule):
 
 def test_a_compressed_exchange_takes_half_the_bytes():
     profile, apart, halves = tied(), make_plan("1-1", 2, 4), NET.compressing("fp16", "float32")
-    assert exchange_seconds(apart, stage_costs(profile, apart), halves) == pytest.approx([0.5 + BYTES / 2000] * 2)
+    assert exchange_seconds(apart, stage_costs(profile, apart), halves) == pytest.approx(
+        [0.5 + BYTES / 2000] * 2
+    )
     for seconds in (estimate, lambda *each: predict(*each)[1].minibatch_seconds):
         more = seconds(apart, profile, halves) - seconds(apart, untied(profile), halves)
         assert more == pytest.approx(0.5 + BYTES / 2000)

@@ -8,11 +8,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridpipe.model.stage_module import StageModule
+from hybridpipe.stage import wgrad
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.wgrad import ENOUGH_ROWS, WeightGradients
 
-SIZE = 512  # 512 x 512 is the smallest weight whose gradients are batched
+SIZE = 512
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def batched_from_512_x_512_on(monkeypatch):
+    """Smaller weights than in a training, so that tests are quick."""
+    monkeypatch.setattr(wgrad, "LEAST_ELEMENTS", SIZE * SIZE)
 
 
 def linear(bias: bool = True) -> nn.Linear:

@@ -119,7 +119,8 @@ def stage_memory(
     """Return the memory of stages; all arrays, of bytes, broadcast against each other.
 
     A stage sends and receives over both cuts. Its messages take, besides the inputs that are stashed, both
-    gradients as they are computed with, both packed tensors that are sent, and `LOOK_AHEAD` receives.
+    gradients as they are computed with, both packed tensors that are sent, and `LOOK_AHEAD` receives. Further
+    slots of GPUs that read each other's memory (`comm.mailbox`) are not counted.
 
     Args:
         inside: activations and output of a microbatch.
