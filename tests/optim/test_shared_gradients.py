@@ -116,7 +116,8 @@ def test_a_frozen_parameter_is_not_exchanged():
     ranks.give(1, noise(0), noise(1))
     ranks.exchange()
     assert ranks.gradients(0) == [None, None] and torch.equal(ranks.gradients(1)[0], noise(0) + noise(1))
-    assert {shared.bytes_sent for shared in ranks.shared.values()} == {64 + 64 + 256}
+    head, flags, numbers = 64, 64, 256
+    assert {shared.bytes_sent for shared in ranks.shared.values()} == {head + flags + numbers}
 
 
 def test_a_gradient_that_turns_out_sparse_is_added_as_a_dense_one():
