@@ -53,7 +53,12 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
             "max_in_flight must not be given under zero-bubble",
         ),
         (lambda: Plan(stages((0, 2, 1)), chunks=0), "chunks must be an integer >= 1, got 0"),
-        (lambda: plan([1, 1], 2, chunks=2), "chunks must be 1 unless schedule is interleaved-1f1b, got 2"),
+        (lambda: plan([1, 1], 2, chunks=2), "chunks must be 1 under 1f1b, got 2"),
+        (lambda: plan([1, 1], 2, placement="loop"), "placement must not be given under 1f1b, got loop"),
+        (
+            lambda: plan([1] * 4, 4, "interleaved-1f1b", chunks=2, placement="v"),
+            "placement must be loop under interleaved-1f1b, got v",
+        ),
         (
             lambda: plan([1, 1], 2, "interleaved-1f1b"),
             "chunks must be at least 2 and divide the stages into at least 2 groups, got 1 with 2 stages",

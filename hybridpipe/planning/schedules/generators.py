@@ -240,8 +240,7 @@ def _interleaved_in_flight(plan: Plan, num_microbatches: int) -> tuple[int, ...]
     """Return the most microbatches whose forward, but not backward, each stage has run."""
     held = [interleaved_stash(plan, group, num_microbatches) for group in range(plan.num_groups)]
     return tuple(
-        max(counts[s // plan.num_groups] for counts, _ in held[s % plan.num_groups])
-        for s in range(plan.num_stages)
+        max(counts[plan.chunk_of(s)] for counts, _ in held[plan.group_of(s)]) for s in range(plan.num_stages)
     )
 
 

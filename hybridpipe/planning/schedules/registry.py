@@ -6,6 +6,8 @@ nothing else in the package compares the name of a schedule.
 
 from typing import Literal, NamedTuple
 
+Placement = Literal["loop", "v"]
+
 
 class ScheduleTraits(NamedTuple):
     """The properties of a schedule that planner, simulator and engine use.
@@ -19,6 +21,9 @@ class ScheduleTraits(NamedTuple):
         splits_backward: the gradients of inputs and of weights are separate instructions.
         batches_wgrad: gradients of large weights are computed for several microbatches at once.
         interleaves: each rank holds several stages (chunks), all of which have equal replicas.
+        placement: where the chunks lie. "loop": chunk after chunk goes through the groups of ranks in order,
+            the last followed by the first. "v": every second chunk goes back, so that the groups at both ends
+            hold neighbours.
         takes_max_in_flight: the number of microbatches in flight can be limited.
         most_zero: the most that `StageSpec.zero` may be. Chunks of a rank are reduced together, when the
             gradients of all are whole; an asynchronous stage's gradients are, where it updates at each.
@@ -31,6 +36,7 @@ class ScheduleTraits(NamedTuple):
     splits_backward: bool = False
     batches_wgrad: bool = False
     interleaves: bool = False
+    placement: Placement = "loop"
     takes_max_in_flight: bool = False
     most_zero: int = 2
 

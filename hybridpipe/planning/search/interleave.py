@@ -20,7 +20,7 @@ from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.cost.formula import compute_share, stage_speed
 from hybridpipe.planning.cost.layer_costs import LayerCosts
 from hybridpipe.planning.cost.links import Floats, Ints
-from hybridpipe.planning.plan import Plan, StageSpec, Variant
+from hybridpipe.planning.plan import Plan, StageSpec, Variant, group_of
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.placement import lines, renumbered
@@ -69,12 +69,12 @@ def interleaved_plans(
                 groups = [line[g * replicas : (g + 1) * replicas] for g in range(num_groups)]
                 groups = list(renumbered(cluster, ranks, groups))
                 share = compute_share(cluster, [rank for group in groups for rank in group])
-                speeds = [stage_speed(cluster, group, share) for group in groups] * chunks
+                held = range(num_groups * chunks)
+                ranks_of = [groups[group_of(s, num_groups, request.traits.placement)] for s in held]
+                speeds = [stage_speed(cluster, group, share) for group in ranks_of]
                 for edges in _cuts(work, costs.moved, speeds, SLACKS[:tried]):
-                    stages = (
-                        StageSpec(a, b, replicas, groups[s % num_groups])
-                        for s, (a, b) in enumerate(pairwise(costs.edges[edges].tolist()))
-                    )
+                    layers = zip(pairwise(costs.edges[edges].tolist()), ranks_of, strict=True)
+                    stages = (StageSpec(*ends, replicas, own) for ends, own in layers)
                     found[request.plan(stages, num_microbatches, chunks)] = None
     fitting = (fitted(plan, profile, cluster, request.variants) for plan in found)
     plans = list(dict.fromkeys(plan for plan in fitting if plan is not None)) or found
