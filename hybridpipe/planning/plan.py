@@ -110,6 +110,20 @@ class Prediction:
     peak_memory_bytes: tuple[int, ...]
 
 
+class PassTimes(NamedTuple):
+    """The times of a stage's passes, whole numbers of one unit for all stages.
+
+    Args:
+        backward_input, backward_weight: the halves of the backward.
+        message: over the cut behind the stage, in either direction.
+    """
+
+    forward: int
+    backward_input: int
+    backward_weight: int
+    message: int
+
+
 def check_zero(zero: int) -> None:
     """Raises ValueError unless `zero` is one of ZERO."""
     non_negative_int("zero", zero)
@@ -154,6 +168,8 @@ class Plan:
         weight_lag: the microbatches by which the weights' half of a split backward follows the inputs' half,
             in the stage that has fewest in flight; the others lag in proportion. None: no stage stashes more
             than the one that has most in flight. More fill the bubble at the end.
+        pass_times: of each stage, where the order of passes follows them. None: all take equally long, and
+            messages no time.
         predicted: the simulator's figures, if it has run.
         sync: the backend that sums gradients over replicas, one of BACKENDS; None: chosen where the plan
             runs. Plans that differ only in it are equal: it changes no instruction.
@@ -174,6 +190,7 @@ class Plan:
     zero: int = 0
     in_flight: int | None = None
     weight_lag: int | None = None
+    pass_times: tuple[PassTimes, ...] | None = None
     predicted: Prediction | None = None
     sync: str | None = field(default=None, compare=False)
     format: str = PLAN_FORMAT
@@ -245,10 +262,13 @@ class Plan:
         for name in SPLIT_OPTIONS:
             if getattr(self, name) is not None:
                 self._check_split_option(name, getattr(self, name))
+        self._check_pass_times()
         if not self.traits.interleaves:
             if self.chunks != 1:
                 raise ValueError(f"chunks must be 1 under {self.schedule}, got {self.chunks}")
             return
+        if self.placement == "v" and self.chunks != 2:
+            raise ValueError(f"chunks must be 2 under {self.schedule}, got {self.chunks}")
         if self.chunks < 2 or self.num_stages % self.chunks or self.num_groups < 2:
             raise ValueError(
                 f"chunks must be at least 2 and divide the stages into at least 2 groups, got {self.chunks} "
@@ -265,6 +285,20 @@ class Plan:
                     f"stages[{s}].ranks must be those of stages[{first}], "
                     f"{list(self.stages[first].ranks)}, got {list(stage.ranks)}"
                 )
+
+    def _check_pass_times(self) -> None:
+        """Raises ValueError unless each stage has its times, or none has, and the schedule follows them."""
+        if self.pass_times is None:
+            return
+        object.__setattr__(self, "pass_times", tuple(PassTimes(*each) for each in self.pass_times))
+        if not self.traits.takes_pass_times:
+            takers = ", ".join(schedule for schedule, traits in TRAITS.items() if traits.takes_pass_times)
+            raise ValueError(f"pass_times must not be given under {self.schedule}: they go with {takers}")
+        if len(self.pass_times) != self.num_stages:
+            raise ValueError(f"pass_times must be {self.num_stages}, one a stage, got {len(self.pass_times)}")
+        for s, times in enumerate(self.pass_times):
+            for name, value in zip(PassTimes._fields, times, strict=True):
+                non_negative_int(f"pass_times[{s}].{name}", value)
 
     def _check_zero(self) -> None:
         """Raises ValueError for shards that the schedule cannot have, or that only some of a rank's have."""
@@ -290,10 +324,10 @@ class Plan:
                     )
 
     def _check_split_option(self, name: str, count: int) -> None:
-        """Raises ValueError unless the schedule splits backwards, and the count is one."""
+        """Raises ValueError unless the schedule lets halves of backwards lag, and the count is one."""
         SPLIT_OPTIONS[name](name, count)
-        if not self.traits.splits_backward:
-            takers = ", ".join(schedule for schedule, traits in TRAITS.items() if traits.splits_backward)
+        if not self.traits.takes_lags:
+            takers = ", ".join(schedule for schedule, traits in TRAITS.items() if traits.takes_lags)
             raise ValueError(
                 f"{name} must not be given under {self.schedule}, got {count}: it goes with {takers}"
             )
@@ -396,6 +430,14 @@ class Plan:
         """Return the stages that the rank at `place` holds, by chunk."""
         firsts = range(0, self.num_stages, self.num_groups)  # of each chunk
         return tuple(first + self.group_of(first + place.stage) for first in firsts)
+
+    def hands_over(self, stage: int) -> bool:
+        """True if the next stage lies on the same ranks: nothing is sent over the cut."""
+        return 0 <= stage < self.num_stages - 1 and self.stages[stage].ranks == self.stages[stage + 1].ranks
+
+    def sends(self, stage: int) -> bool:
+        """True if the next stage lies on other ranks, and so receives messages."""
+        return 0 <= stage < self.num_stages - 1 and not self.hands_over(stage)
 
     def version_stage(self, stage: int) -> int:
         """Return the stage whose updates determine the weights that a microbatch uses in `stage`."""

@@ -1,7 +1,7 @@
-"""Interleave: plans whose ranks hold several stages each, for interleaved-1f1b.
+"""Interleave: plans whose ranks hold several stages each.
 
 p groups of equally many ranks stand in a line (`placement.lines`) and hold v stages each. The chain of layers
-is cut into p v stages that go round the groups v times.
+is cut into p v stages that go round the groups v times, or down and up again, as the schedule places them.
 
 The cuts are exact for given groups of ranks of one speed, and given v: no cuts have a faster slowest stage.
 For each factor of `SLACKS`, no cuts whose slowest stage takes at most that factor longer send less. Where
@@ -26,7 +26,8 @@ from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.placement import lines, renumbered
 from hybridpipe.planning.search.variants import fitted
 
-CHUNKS = (2, 3, 4)  # more are rarely worth their messages (Narayanan et al., SC 2021, section 5.3.2, use 2)
+# More are rarely worth their messages (Narayanan et al., SC 2021, section 5.3.2, use 2).
+CHUNKS = {"loop": (2, 3, 4), "v": (2,)}
 SLACKS = (1.0, 1.2)
 FEW = 8  # groups: all numbers up to it are tried; beyond, replicas in powers of two
 MAX_GROUPS = 128  # counting the stash of more takes long, and plans of more stages are not simulated
@@ -62,7 +63,7 @@ def interleaved_plans(
     for line in lines(cluster, ranks)[:2]:
         for replicas in _replicas(len(line), max_replicas or len(line)):
             works = [costs.mean_work(replicas, variant).tolist() for variant in variants]
-            for chunks, work in product(CHUNKS[:tried], works):
+            for chunks, work in product(CHUNKS[request.traits.placement][:tried], works):
                 num_groups = min(len(line) // replicas, costs.num_layers // chunks, MAX_GROUPS)
                 if num_groups < 2:
                     continue

@@ -112,7 +112,7 @@ def straight_plans(problem: Problem) -> list[Plan]:
     problem = replace(problem, num_ranks=min(problem.num_ranks, MAX_STRAIGHT))
     if problem.request.traits.interleaves:
         plans = _interleaved(problem, max_replicas=1)
-        plans = [plan for plan in plans if problem.fits(plan)]
+        plans = [problem.timed(plan) for plan in plans if problem.fits(plan)]
     else:
         plans = _partition(problem, NUM_EXACT_ASYNCHRONOUS, max_replicas=1)
     longer = [plan for plan in plans if plan.num_stages > 1]
