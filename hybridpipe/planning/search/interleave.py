@@ -5,13 +5,14 @@ is cut into p v stages that go round the groups v times, or down and up again, a
 
 The cuts are exact for given groups of ranks of one speed, and given v: no cuts have a faster slowest stage.
 For each factor of `SLACKS`, no cuts whose slowest stage takes at most that factor longer send less. Where
-speeds differ, stages greedily take as many layers as the bound allows. Values of p and v and numbers of
+speeds differ, stages greedily take as many layers as the bound allows. In a V the cuts of `fold`, for the
+fastest slowest group, compete with these. Values of p and v and numbers of
 replicas are tried: `estimate` ranks the results, and the simulator decides.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 
 import numpy as np
 
@@ -23,12 +24,14 @@ from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.plan import Plan, StageSpec, Variant, group_of
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.search.fold import folded_edges
 from hybridpipe.planning.search.placement import lines, renumbered
 from hybridpipe.planning.search.variants import fitted
 
 # More are rarely worth their messages (Narayanan et al., SC 2021, section 5.3.2, use 2).
 CHUNKS = {"loop": (2, 3, 4), "v": (2,)}
 SLACKS = (1.0, 1.2)
+SHARES = (0.6, 0.75)  # the most that one of a group's two stages in a V may take of the slowest group's time
 FEW = 8  # groups: all numbers up to it are tried; beyond, replicas in powers of two
 MAX_GROUPS = 128  # counting the stash of more takes long, and plans of more stages are not simulated
 MAX_CELLS = 10**7  # stages times layers, where traffic is minimised: 80 MB
@@ -73,7 +76,10 @@ def interleaved_plans(
                 held = range(num_groups * chunks)
                 ranks_of = [groups[group_of(s, num_groups, request.traits.placement)] for s in held]
                 speeds = [stage_speed(cluster, group, share) for group in ranks_of]
-                for edges in _cuts(work, costs.moved, speeds, SLACKS[:tried]):
+                cuts = _cuts(work, costs.moved, speeds, SLACKS[:tried])
+                if request.traits.placement == "v":
+                    cuts = chain(cuts, _folded(work, speeds[:num_groups]))
+                for edges in cuts:
                     layers = zip(pairwise(costs.edges[edges].tolist()), ranks_of, strict=True)
                     stages = (StageSpec(*ends, replicas, own) for ends, own in layers)
                     found[request.plan(stages, num_microbatches, chunks)] = None
@@ -104,6 +110,13 @@ def _cuts(
         if edges not in found:
             found.append(edges)
             yield edges
+
+
+def _folded(work: Sequence[float], speeds: Sequence[float]) -> Iterator[list[int]]:
+    """Yield edges of a V for the fastest slowest group, with stages of about one size and with others."""
+    done = np.array([0.0, *accumulate(work)])
+    each = (folded_edges(done, speeds, share) for share in SHARES)
+    yield from (edges for edges in each if edges is not None)
 
 
 def slowest_stage(done: Sequence[float], speeds: Sequence[float]) -> float:
