@@ -5,7 +5,7 @@ import pytest
 from tests import zoo
 
 SYNCHRONOUS, ASYNCHRONOUS = "0,1,2,3,4,5,6,7", "8,9,10,11"  # of any_model.py's KINDS
-IN_A_V = "12,13,14"
+IN_A_V = "12,13,14,15"
 GROUPS = [  # the models of one job need the same libraries
     ("1,4", ["gpt2", "t5"]),
     (IN_A_V, ["gpt2"]),

@@ -33,7 +33,7 @@ from hybridpipe.planning.schedules.v_shape import BUILDING_BLOCKS, most_chunks, 
 
 UPDATE: Program = (AllReduce(), Step())
 UNLIMITED = 2**62
-MANY_ROUNDS = 32  # microbatches for each group, after which an order that follows times repeats itself
+MOST_FORWARDS = 2**15  # of all groups that are counted where an order follows times: they take a second
 
 
 class Stash(NamedTuple):
@@ -271,11 +271,13 @@ def interleaved_stash(plan: Plan, group: int, num_microbatches: int) -> frozense
 def _stash(
     schedule: str, count: int, group: int, num_groups: int, chunks: int, times: tuple[PassTimes, ...] | None
 ) -> frozenset[Stash]:
-    repeating = MANY_ROUNDS if TRAITS[schedule].takes_pass_times else 4
-    count = min(count, repeating * num_groups + count % num_groups)  # then the pipeline repeats itself
-    passes: Iterable[Instruction] = interleaved_1f1b(range(count), group, num_groups, chunks)
+    passes: Iterable[Instruction]
     if TRAITS[schedule].takes_pass_times:
+        count = min(count, MOST_FORWARDS // (chunks * num_groups))
         passes = v_passes(schedule, num_groups, count, times)[group]
+    else:
+        count = min(count, 4 * num_groups + count % num_groups)  # then the pipeline repeats itself
+        passes = interleaved_1f1b(range(count), group, num_groups, chunks)
     counts, halves = [0] * chunks, [0] * chunks
     seen: set[Stash] = set()
     for instruction in passes:

@@ -33,7 +33,8 @@ CHUNKS = {"loop": (2, 3, 4), "v": (2,)}
 SLACKS = (1.0, 1.2)
 SHARES = (0.6, 0.75)  # the most that one of a group's two stages in a V may take of the slowest group's time
 FEW = 8  # groups: all numbers up to it are tried; beyond, replicas in powers of two
-MAX_GROUPS = 128  # counting the stash of more takes long, and plans of more stages are not simulated
+# Counting the stash of more takes long, and plans of more stages are not simulated.
+MAX_GROUPS = {"loop": 128, "v": 32}
 MAX_CELLS = 10**7  # stages times layers, where traffic is minimised: 80 MB
 MANY = 2**17  # layers times ranks: beyond it only the first of `CHUNKS` and `SLACKS` are tried
 NUM_BISECTIONS = 60
@@ -62,22 +63,23 @@ def interleaved_plans(
     plainly = dict.fromkeys(Variant(variant.recompute) for variant in request.variants)
     variants = list(plainly)[: None if cluster.memory_bytes is not None else 1]
     found: dict[Plan, None] = {}
+    placement = request.traits.placement
     tried = 1 if profile.num_layers * len(ranks) > MANY else None
     for line in lines(cluster, ranks)[:2]:
         for replicas in _replicas(len(line), max_replicas or len(line)):
             works = [costs.mean_work(replicas, variant).tolist() for variant in variants]
-            for chunks, work in product(CHUNKS[request.traits.placement][:tried], works):
-                num_groups = min(len(line) // replicas, costs.num_layers // chunks, MAX_GROUPS)
+            for chunks, work in product(CHUNKS[placement][:tried], works):
+                num_groups = min(len(line) // replicas, costs.num_layers // chunks, MAX_GROUPS[placement])
                 if num_groups < 2:
                     continue
                 groups = [line[g * replicas : (g + 1) * replicas] for g in range(num_groups)]
                 groups = list(renumbered(cluster, ranks, groups))
                 share = compute_share(cluster, [rank for group in groups for rank in group])
                 held = range(num_groups * chunks)
-                ranks_of = [groups[group_of(s, num_groups, request.traits.placement)] for s in held]
+                ranks_of = [groups[group_of(s, num_groups, placement)] for s in held]
                 speeds = [stage_speed(cluster, group, share) for group in ranks_of]
                 cuts = _cuts(work, costs.moved, speeds, SLACKS[:tried])
-                if request.traits.placement == "v":
+                if placement == "v":
                     cuts = chain(cuts, _folded(work, speeds[:num_groups]))
                 for edges in cuts:
                     layers = zip(pairwise(costs.edges[edges].tolist()), ranks_of, strict=True)

@@ -58,6 +58,7 @@ KINDS = [
     Kind("1-1x2", "zb-v"),
     Kind("2-2x2", "v-half", recompute=True),
     Kind("1-1-1x2", "v-min"),
+    Kind("1-1-1-1x2", "zb-v"),
 ]
 
 
