@@ -115,7 +115,7 @@ class PassTimes(NamedTuple):
 
     Args:
         backward_input, backward_weight: the halves of the backward.
-        message: over the cut behind the stage, in either direction.
+        message: over the cut behind the stage, in either direction; 0 where its outputs stay on the rank.
     """
 
     forward: int

@@ -73,6 +73,14 @@ def test_what_a_rank_hands_to_itself_is_what_it_would_send(edges, recompute):
     assert_same(result, one_process(layers, data, cross_entropy, momentum))
 
 
+def test_a_tensor_without_a_gradient_has_none_behind_the_turn():
+    """All that is trained lies before the turn, where the gradient ends: told as under any plan."""
+    layers = [nn.Linear(FEATURES, CLASSES), Call(torch.Tensor.detach), nn.Tanh(), nn.Identity()]
+    with pytest.raises(ValueError, match="the loss depends on nothing that is trained"):
+        plan, made = make_plan("1-1", 4, 4, "zb-v", chunks=2), nn.Sequential(*layers).double()
+        in_threads(plan, made, minibatches(8), 2, cross_entropy, momentum, timeout_seconds=0.5)
+
+
 def test_nothing_is_sent_at_the_turn():
     """Of three cuts over two ranks two are crossed: the last rank sends no outputs of its first stage."""
     layers, data = model(), minibatches(8)

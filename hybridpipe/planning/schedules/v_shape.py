@@ -94,7 +94,8 @@ def _duration(orders: Orders, times: Sequence[PassTimes]) -> int:
     waiting = deque(range(len(orders)))
     while waiting:
         group = waiting.popleft()
-        for done in orders[group][position[group] :]:
+        while position[group] < len(orders[group]):
+            done = orders[group][position[group]]
             stage, m = last - group if done.chunk else group, done.microbatch
             took, begin = times[stage], free[group]
             if isinstance(done, BackwardWeight):
@@ -107,10 +108,7 @@ def _duration(orders: Orders, times: Sequence[PassTimes]) -> int:
                 if (forward, before, m) not in ends:
                     waiting.append(group)
                     break
-                local = min(before, last - before) == group
-                begin = max(
-                    begin, ends[forward, before, m] + (0 if local else times[min(before, stage)].message)
-                )
+                begin = max(begin, ends[forward, before, m] + times[min(before, stage)].message)
             free[group] = begin + (took.forward if forward else took.backward_input)
             ends[forward, stage, m] = free[group]
             position[group] += 1
@@ -137,7 +135,6 @@ class _Filling:
         self.lasts += [times[s].backward_input for s in reversed(forwards)]
         ways = [times[s].message for s in forwards[:-1]]
         self.ways = [0, *ways, 0, *reversed(ways)]  # of the message before each pass
-        self.ways[p] = self.ways[3 * p] = 0  # at the turn nothing is sent
         self.ends: list[list[int]] = [[] for _ in self.lasts]  # of each pass, by microbatch
         self.free = [0] * p  # when each group ends what it runs
         self.live, self.held = [0] * p, [0] * p  # forwards without their inputs' half, without the weights'
