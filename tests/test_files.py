@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hybridpipe.errors import UserError
 from hybridpipe.files import read_cluster, read_plan, read_profile, write_json
 from hybridpipe.planning.cluster import Cluster, Collective, Level
-from hybridpipe.planning.plan import Plan, Prediction, StageSpec
+from hybridpipe.planning.plan import PassTimes, Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile, SharedParameter
-from hybridpipe.planning.schedules.registry import ASYNCHRONOUS, SCHEDULES
+from hybridpipe.planning.schedules.registry import ASYNCHRONOUS, SCHEDULES, TRAITS
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "plan.json": read_plan,
@@ -355,9 +355,13 @@ def plans(draw: st.DrawFn) -> Plan:
     chunked = len(stages) > 1 and len(set(replicas)) == 1 and draw(st.booleans())
     if chunked:  # the groups hold as many stages again
         stages += [replace(each, start=edge + each.start, stop=edge + each.stop) for each in stages]
-    schedule = (
-        "interleaved-1f1b" if chunked else draw(st.sampled_from([*set(SCHEDULES) - {"interleaved-1f1b"}]))
-    )
+    able = [schedule for schedule in SCHEDULES if TRAITS[schedule].interleaves == chunked]
+    schedule = draw(st.sampled_from(able))
+    times = None
+    if TRAITS[schedule].placement == "v":
+        groups = [each.ranks for each in stages[: len(stages) // 2]]
+        stages = [replace(each, ranks=ranks) for each, ranks in zip(stages, groups + groups[::-1])]
+        times = draw(st.sampled_from((None, (PassTimes(3, 4, 2, 1),) * len(stages))))
     return Plan(
         tuple(stages),
         schedule,
@@ -368,6 +372,7 @@ def plans(draw: st.DrawFn) -> Plan:
         recompute=draw(st.booleans()),
         in_flight=draw(st.none() | counts) if schedule == "zero-bubble" else None,
         weight_lag=draw(st.none() | counts) if schedule == "zero-bubble" else None,
+        pass_times=times,
         predicted=predicted,
     )
 

@@ -176,4 +176,4 @@ def test_the_page_of_python_names_every_argument_and_method():
 
 
 def test_the_page_of_schedules_names_every_schedule():
-    assert tables("../internals/schedules.md")["The six"].keys() == set(SCHEDULES)
+    assert tables("../internals/schedules.md")["The schedules"].keys() == set(SCHEDULES)

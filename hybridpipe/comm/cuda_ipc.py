@@ -48,7 +48,7 @@ def neighbours(plan: Plan, holders: Iterable[Collection[int]]) -> set[Pair]:
         for s in range(plan.num_stages - 1)
         for m in range(math.lcm(*plan.replicas[s : s + 2]))
     }
-    for groups in {frozenset(s % plan.num_groups for s in stages) for stages in holders}:
+    for groups in {frozenset(map(plan.group_of, stages)) for stages in holders}:
         for group, other in permutations(groups, 2):
             for replica, rank in enumerate(plan.stages[group].ranks):
                 targets = peers_of(plan, Place(group, replica), other).targets

@@ -56,7 +56,7 @@ class PointToPoint:
         self._stage, self._courier = stage, courier
         self._sent = as_it_is if precision.low is None else precision.sent
         self._transport = courier.transport
-        self._chunk = stage // plan.num_groups
+        self._chunk = plan.chunk_of(stage)
         self._num_stages = plan.num_stages
         self._num_tags = LARGEST_TAG // (KINDS * plan.num_stages)
         self._rank_of = lru_cache(maxsize=1024)(plan.rank_of)

@@ -17,7 +17,7 @@ from hybridpipe.device import Lanes
 from hybridpipe.engine.loss_weights import EQUAL, LossWeights
 from hybridpipe.engine.stashed_weights import StashedWeights
 from hybridpipe.model.rng import preserved_state
-from hybridpipe.model.tensors import TensorTree, Tree, map_tensors
+from hybridpipe.model.tensors import TensorTree, Tree, handed_over, map_tensors
 from hybridpipe.optim.gradient_sync import GradientSync
 from hybridpipe.optim.loss_scale import UNSCALED, LossScale, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
@@ -111,6 +111,9 @@ class Executor:
         self.sync, self.update, self.check, self.shared = parts.sync, parts.update, parts.check, parts.shared
         self.loss_weights = parts.loss_weights or LossWeights(plan)
         self.scales, self.shards = parts.scales, parts.shards
+        # The chunks behind and before each one that lie on this rank, and so exchange without a message.
+        self.behind = [plan.chunk_of(s + 1) if plan.hands_over(s) else None for s in self.held]
+        self.before = [plan.chunk_of(s - 1) if plan.hands_over(s - 1) else None for s in self.held]
         self.defers_wgrad = [plan.defers_wgrad(s) for s in self.held]
         self.statistics = RunningStatistics(stage.module for stage in stages)
         self.forms: list[Callable[[int], int]] = []  # of the present run, by chunk
@@ -333,7 +336,7 @@ class ProgramRun:
             self.note(Load(m, c))
         weights, form = self.weights, self.executor.forms[c](m)
         if targets is None:
-            self.values[m, c] = stage.forward(at.microbatch, received, step, weights, m, inputs, form)
+            self.pass_on(m, c, stage.forward(at.microbatch, received, step, weights, m, inputs, form))
         else:
             samples, scale = at.minibatch_samples, self.scale_of(step).value
             loss = stage.forward_loss(
@@ -363,20 +366,30 @@ class ProgramRun:
         at = self.stream[instruction.microbatch]
         return self.executor.to_device(at.minibatch.inputs(at.microbatch))
 
+    def pass_on(self, m: int, c: int, outputs: TensorTree) -> None:
+        """Hold a chunk's outputs for their send, or as the inputs of the chunk behind it on this rank."""
+        behind = self.executor.behind[c]
+        if behind is None:
+            self.values[m, c] = outputs
+        else:
+            self.values[m, behind] = handed_over(outputs)
+
+    def pass_back(self, m: int, c: int, gradients: Gradient) -> None:
+        """Hold the gradients of a chunk's inputs for their send, or for the chunk before it on this rank."""
+        before = self.executor.before[c]
+        if self.executor.held[c]:  # stage 0 has no stage before it
+            self.gradients[m, c if before is None else before] = gradients
+
     def backward(self, instruction: Backward) -> None:
         """Run a microbatch's whole backward and hold the gradients of its input."""
         m, c = instruction.microbatch, instruction.chunk
         completes = self.is_final and not self.executor.defers_wgrad[c]
-        gradients = self.executor.stages[c].backward(m, self.gradients.pop((m, c), ()), completes)
-        if self.executor.held[c]:  # stage 0 has no stage before it
-            self.gradients[m, c] = gradients
+        self.pass_back(m, c, self.executor.stages[c].backward(m, self.gradients.pop((m, c), ()), completes))
 
     def backward_input(self, instruction: BackwardInput) -> None:
         """Run the input half of a split backward and hold the gradients of the microbatch's input."""
         m, c = instruction.microbatch, instruction.chunk
-        gradients = self.executor.stages[c].backward_input(m, self.gradients.pop((m, c), ()))
-        if self.executor.held[c]:
-            self.gradients[m, c] = gradients
+        self.pass_back(m, c, self.executor.stages[c].backward_input(m, self.gradients.pop((m, c), ())))
 
     def backward_weight(self, instruction: BackwardWeight) -> None:
         """Run the weight half of a split backward."""
@@ -505,7 +518,7 @@ class InferenceRun(ProgramRun):
         received, inputs = self.values.pop((m, c), None), self.inputs_of(instruction)
         outputs = stage.infer(m, received, at.step, inputs, self.executor.forms[c](m))
         if stage.loss is None:
-            self.values[m, c] = outputs
+            self.pass_on(m, c, outputs)
         else:
             self.on_outputs(m, outputs, self.executor.to_device(at.minibatch.targets(at.microbatch)))
             _drop(at)

@@ -169,7 +169,7 @@ class Worker:
         keys = {key: p for stage in stages for p, key in stage.layers.parameters().items()}
         found = {}
         for key, stages_of in self.layers.holders(self.plan).items():
-            groups = list(dict.fromkeys(s % self.plan.num_groups for s in stages_of))
+            groups = list(dict.fromkeys(map(self.plan.group_of, stages_of)))
             if key in keys and len(groups) > 1:
                 found[keys[key]] = groups
         return found

@@ -114,6 +114,12 @@ def received(value: TensorTree, requires_grad: Sequence[bool]) -> TensorTree:
     return value
 
 
+def handed_over(value: TensorTree) -> TensorTree:
+    """Return a stage's outputs as the next stage's inputs: leaves that share their memory with them."""
+    inputs: TensorTree = map_tensors(Tensor.detach, value)
+    return received(inputs, [tensor.requires_grad for tensor in tensors_of(value)])
+
+
 def dense(gradient: Tensor) -> Tensor:
     """Return a gradient's values as a dense tensor; of a sparse gradient, the values that it stores."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hybridpipe.planning.checks import BACKENDS, MAX_RANKS, non_negative_int, one_of, plain, positive_int
-from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
+from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, Placement, ScheduleTraits
 
 PLAN_FORMAT = "hybridpipe-plan/1"
 ZERO = (0, 1, 2)  # what replicas may shard: nothing, the optimizer's state, the gradients, too
@@ -110,6 +110,20 @@ class Prediction:
     peak_memory_bytes: tuple[int, ...]
 
 
+class PassTimes(NamedTuple):
+    """The times of a stage's passes, whole numbers of one unit for all stages.
+
+    Args:
+        backward_input, backward_weight: the halves of the backward.
+        message: over the cut behind the stage, in either direction; 0 where its outputs stay on the rank.
+    """
+
+    forward: int
+    backward_input: int
+    backward_weight: int
+    message: int
+
+
 def check_zero(zero: int) -> None:
     """Raises ValueError unless `zero` is one of ZERO."""
     non_negative_int("zero", zero)
@@ -139,8 +153,10 @@ class Plan:
         schedule: one of `SCHEDULES`.
         num_microbatches: microbatches in a full minibatch.
         num_layers: of the whole model; defaults to the last stage's `stop`.
-        chunks: stages that each rank holds, under interleaved-1f1b: with p groups of ranks, group i holds the
-            stages i, i + p, i + 2p, ...
+        chunks: stages that each rank holds, where the schedule interleaves them.
+        placement: where they lie (`ScheduleTraits.placement`): of p groups of ranks, group i holds the stages
+            i, i + p, i + 2p, ... in a "loop", and i, 2p - 1 - i, 2p + i, ... in a "v". None: as the schedule
+            has them.
         vertical_sync: under pipedream every stage uses the weights that the input stage used (PipeDream, SOSP
             2019, section 3.3).
         max_in_flight: the most microbatches that a replica may stash, fewer than the schedule would; saves
@@ -152,6 +168,8 @@ class Plan:
         weight_lag: the microbatches by which the weights' half of a split backward follows the inputs' half,
             in the stage that has fewest in flight; the others lag in proportion. None: no stage stashes more
             than the one that has most in flight. More fill the bubble at the end.
+        pass_times: of each stage, where the order of passes follows them. None: all take equally long, and
+            messages no time.
         predicted: the simulator's figures, if it has run.
         sync: the backend that sums gradients over replicas, one of BACKENDS; None: chosen where the plan
             runs. Plans that differ only in it are equal: it changes no instruction.
@@ -165,12 +183,14 @@ class Plan:
     num_microbatches: int = 1
     num_layers: int = 0
     chunks: int = 1
+    placement: Placement | None = None
     vertical_sync: bool = False
     max_in_flight: int | None = None
     recompute: bool = False
     zero: int = 0
     in_flight: int | None = None
     weight_lag: int | None = None
+    pass_times: tuple[PassTimes, ...] | None = None
     predicted: Prediction | None = None
     sync: str | None = field(default=None, compare=False)
     format: str = PLAN_FORMAT
@@ -186,7 +206,7 @@ class Plan:
             object.__setattr__(self, name, plain(getattr(self, name)))
         positive_int("num_microbatches", self.num_microbatches)
         positive_int("chunks", self.chunks)
-        object.__setattr__(self, "stages", _with_ranks(tuple(self.stages), self.chunks))
+        self._place_chunks()
         if not self.num_layers:
             object.__setattr__(self, "num_layers", self.stages[-1].stop)
         self._check_schedule()
@@ -207,6 +227,30 @@ class Plan:
         if twice:
             raise ValueError(f"ranks must hold one place each, got rank {min(twice)} in more than one")
 
+    def _place_chunks(self) -> None:
+        """Set the placement, and the ranks where no stage names its own; each chunk repeats them.
+
+        Raises:
+            ValueError: the schedule places chunks otherwise, or only some stages name their ranks.
+        """
+        allowed = self.traits.placement if self.traits.interleaves else None
+        if self.placement not in (None, allowed):
+            what = f"must be {allowed}" if allowed else "must not be given"
+            raise ValueError(f"placement {what} under {self.schedule}, got {self.placement}")
+        object.__setattr__(self, "placement", allowed)
+        stages = tuple(self.stages)
+        named = [bool(stage.ranks) for stage in stages]
+        if any(named) and not all(named):
+            raise ValueError("ranks must be named for every stage or for none, got some")
+        if not any(named) and len(stages) >= self.chunks:
+            edges = list(accumulate((stage.replicas for stage in stages[: self.num_groups]), initial=0))
+            firsts = [edges[self.group_of(s)] for s in range(len(stages))]
+            stages = tuple(
+                replace(stage, ranks=tuple(range(first, first + stage.replicas)))
+                for first, stage in zip(firsts, stages, strict=True)
+            )
+        object.__setattr__(self, "stages", stages)
+
     def _check_schedule(self) -> None:
         """Raises ValueError for options that the schedule cannot take."""
         if self.traits.whole_minibatch and self.num_microbatches != 1:
@@ -218,10 +262,13 @@ class Plan:
         for name in SPLIT_OPTIONS:
             if getattr(self, name) is not None:
                 self._check_split_option(name, getattr(self, name))
+        self._check_pass_times()
         if not self.traits.interleaves:
             if self.chunks != 1:
-                raise ValueError(f"chunks must be 1 unless schedule is interleaved-1f1b, got {self.chunks}")
+                raise ValueError(f"chunks must be 1 under {self.schedule}, got {self.chunks}")
             return
+        if self.placement == "v" and self.chunks != 2:
+            raise ValueError(f"chunks must be 2 under {self.schedule}, got {self.chunks}")
         if self.chunks < 2 or self.num_stages % self.chunks or self.num_groups < 2:
             raise ValueError(
                 f"chunks must be at least 2 and divide the stages into at least 2 groups, got {self.chunks} "
@@ -229,21 +276,36 @@ class Plan:
             )
         if len(set(self.replicas)) > 1:
             raise ValueError(
-                f"replicas must be the same in all stages under interleaved-1f1b, got {list(self.replicas)}"
+                f"replicas must be the same in all stages under {self.schedule}, got {list(self.replicas)}"
             )
         for s, stage in enumerate(self.stages):
-            if stage.ranks != self.stages[s % self.num_groups].ranks:
+            first = self.group_of(s)
+            if stage.ranks != self.stages[first].ranks:
                 raise ValueError(
-                    f"stages[{s}].ranks must be those of stages[{s % self.num_groups}], "
-                    f"{list(self.stages[s % self.num_groups].ranks)}, got {list(stage.ranks)}"
+                    f"stages[{s}].ranks must be those of stages[{first}], "
+                    f"{list(self.stages[first].ranks)}, got {list(stage.ranks)}"
                 )
+
+    def _check_pass_times(self) -> None:
+        """Raises ValueError unless each stage has its times, or none has, and the schedule follows them."""
+        if self.pass_times is None:
+            return
+        object.__setattr__(self, "pass_times", tuple(PassTimes(*each) for each in self.pass_times))
+        if not self.traits.takes_pass_times:
+            takers = ", ".join(schedule for schedule, traits in TRAITS.items() if traits.takes_pass_times)
+            raise ValueError(f"pass_times must not be given under {self.schedule}: they go with {takers}")
+        if len(self.pass_times) != self.num_stages:
+            raise ValueError(f"pass_times must be {self.num_stages}, one a stage, got {len(self.pass_times)}")
+        for s, times in enumerate(self.pass_times):
+            for name, value in zip(PassTimes._fields, times, strict=True):
+                non_negative_int(f"pass_times[{s}].{name}", value)
 
     def _check_zero(self) -> None:
         """Raises ValueError for shards that the schedule cannot have, or that only some of a rank's have."""
         check_zero(self.zero)
         most = self.traits.most_zero
         for s, stage in enumerate(self.stages):
-            zero, first = max(self.zero, stage.zero), self.stages[s % self.num_groups]
+            zero, group = max(self.zero, stage.zero), self.group_of(s)
             if zero > most:
                 raise ValueError(f"zero must be at most {most} under {self.schedule}, got {zero}")
             if self.zero_of(s) == 2 and self.max_in_flight is not None:
@@ -254,18 +316,18 @@ class Plan:
             if stage.scatter and not zero:
                 raise ValueError(f"stages[{s}].scatter must be false where zero is 0, got true")
             for name in ("zero", "scatter"):
-                got, wanted = getattr(stage, name), getattr(first, name)
+                got, wanted = getattr(stage, name), getattr(self.stages[group], name)
                 if got != wanted:
                     raise ValueError(
-                        f"stages[{s}].{name} must be that of stages[{s % self.num_groups}], which the same "
+                        f"stages[{s}].{name} must be that of stages[{group}], which the same "
                         f"ranks hold, {wanted}, got {got}"
                     )
 
     def _check_split_option(self, name: str, count: int) -> None:
-        """Raises ValueError unless the schedule splits backwards, and the count is one."""
+        """Raises ValueError unless the schedule lets halves of backwards lag, and the count is one."""
         SPLIT_OPTIONS[name](name, count)
-        if not self.traits.splits_backward:
-            takers = ", ".join(schedule for schedule, traits in TRAITS.items() if traits.splits_backward)
+        if not self.traits.takes_lags:
+            takers = ", ".join(schedule for schedule, traits in TRAITS.items() if traits.takes_lags)
             raise ValueError(
                 f"{name} must not be given under {self.schedule}, got {count}: it goes with {takers}"
             )
@@ -351,9 +413,31 @@ class Plan:
                 return Place(s, stage.ranks.index(rank))
         return None
 
-    def held_stages(self, place: Place) -> range:
+    def group_of(self, stage: int) -> int:
+        """Return the group of ranks that holds a stage: the number of its first stage."""
+        return group_of(stage, self.num_groups, self.placement)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The group of ranks that holds each stage."""
+        return tuple(map(self.group_of, range(self.num_stages)))
+
+    def chunk_of(self, stage: int) -> int:
+        """Return the number of a stage among those that its ranks hold."""
+        return stage // self.num_groups
+
+    def held_stages(self, place: Place) -> tuple[int, ...]:
         """Return the stages that the rank at `place` holds, by chunk."""
-        return range(place.stage, self.num_stages, self.num_groups)
+        firsts = range(0, self.num_stages, self.num_groups)  # of each chunk
+        return tuple(first + self.group_of(first + place.stage) for first in firsts)
+
+    def hands_over(self, stage: int) -> bool:
+        """True if the next stage lies on the same ranks: nothing is sent over the cut."""
+        return 0 <= stage < self.num_stages - 1 and self.stages[stage].ranks == self.stages[stage + 1].ranks
+
+    def sends(self, stage: int) -> bool:
+        """True if the next stage lies on other ranks, and so receives messages."""
+        return 0 <= stage < self.num_stages - 1 and not self.hands_over(stage)
 
     def version_stage(self, stage: int) -> int:
         """Return the stage whose updates determine the weights that a microbatch uses in `stage`."""
@@ -396,16 +480,7 @@ class Plan:
             raise ValueError(f"plan names rank {max(self.ranks)}, the world has ranks 0 to {world_size - 1}")
 
 
-def _with_ranks(stages: Sequence[StageSpec], chunks: int) -> tuple[StageSpec, ...]:
-    """Return the stages with ranks in stage order where none are named; each chunk repeats them."""
-    named = [bool(stage.ranks) for stage in stages]
-    if all(named):
-        return tuple(stages)
-    if any(named):
-        raise ValueError("ranks must be named for every stage or for none, got some")
-    num_groups = max(1, len(stages) // chunks)
-    edges = list(accumulate((stage.replicas for stage in stages[:num_groups]), initial=0))
-    return tuple(
-        replace(stage, ranks=tuple(range(edges[s % num_groups], edges[s % num_groups] + stage.replicas)))
-        for s, stage in enumerate(stages)
-    )
+def group_of(stage: int, num_groups: int, placement: Placement | None) -> int:
+    """Return the group of ranks that holds a stage (`Plan.placement`)."""
+    chunk, group = divmod(stage, num_groups)
+    return num_groups - 1 - group if placement == "v" and chunk % 2 else group

@@ -94,7 +94,8 @@ class PlanRequest:
         return [
             name
             for name, traits in TRAITS.items()
-            if (self.asynchronous or not traits.is_asynchronous)
+            if traits.is_automatic
+            and (self.asynchronous or not traits.is_asynchronous)
             and (traits.takes_max_in_flight or not limited)
         ]
 

@@ -66,7 +66,7 @@ def counted_bytes(profile: ModelProfile, plan: Plan, stage: int) -> list[int]:
     start, stop = plan.stages[stage].start, plan.stages[stage].stop
     counted = [layer.parameter_bytes for layer in profile.layers[start:stop]]
     for shared in profile.shared:
-        held = [i for i in shared.layers if _group(plan, i) == stage % plan.num_groups]
+        held = [i for i in shared.layers if _group(plan, i) == plan.group_of(stage)]
         for i in held[1:]:
             if start <= i < stop:
                 counted[i - start] -= shared.parameter_bytes
@@ -94,7 +94,7 @@ def may_run(profile: ModelProfile, plan: Plan) -> bool:
 
 
 def _group(plan: Plan, layer: int) -> int:
-    return _stage(plan, layer) % plan.num_groups
+    return plan.group_of(_stage(plan, layer))
 
 
 def _stage(plan: Plan, layer: int) -> int:

@@ -322,7 +322,7 @@ def from_chrome_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, Timeline
     }
 
 
-def _holders(plan: Plan) -> Iterator[tuple[int, range]]:
+def _holders(plan: Plan) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield each rank, and the stages that it holds, by chunk."""
     for group, stage in enumerate(plan.stages[: plan.num_groups]):
         for rank in stage.ranks:

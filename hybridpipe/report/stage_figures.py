@@ -4,8 +4,10 @@ Takes data, returns numbers; not known here: their form for people. Invariant: t
 `planning.cost`, by which plans are compared.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import (
@@ -78,7 +80,7 @@ def _figures(
 
 
 def bottleneck(
-    figures: Sequence[StageFigures], minibatch_seconds: float, num_groups: int | None = None
+    figures: Sequence[StageFigures], minibatch_seconds: float, groups: Sequence[int] = ()
 ) -> tuple[str, float]:
     """The largest part of a minibatch's time, as text, and its seconds.
 
@@ -86,23 +88,19 @@ def bottleneck(
     beside the busiest stage or cut. Stages that share their ranks count together.
 
     Args:
-        num_groups: groups of ranks; by default one for each stage.
+        groups: the group of ranks that holds each stage; by default each stage has its own.
     """
-    groups = num_groups or len(figures)
-    terms, busiest = [], 0.0
-    for g in range(groups):
-        held = figures[g::groups]
-        compute, exposed, link = (
-            sum(getattr(each, name) for each in held)
-            for name in ("compute_seconds", "exposed_seconds", "link_seconds")
-        )
-        of = f"stage {g}" if len(held) == 1 else f"the stages of group {g}"
-        cuts = f"stages {g} and {g + 1}" if len(held) == 1 else f"groups {g} and {(g + 1) % groups}"
-        terms += [
-            (f"computing in {of}", compute),
-            (f"the all-reduce of {of}", exposed),
-            (f"the traffic between {cuts}", link),
-        ]
-        busiest = max(busiest, compute + exposed, link)
+    groups = groups or range(len(figures))
+    one, many = ("stage", "stages") if len(set(groups)) == len(groups) else ("the stages of group", "groups")
+    computing, exposed, traffic = (defaultdict[str, float](float) for _ in range(3))
+    for each, group in zip(figures, groups, strict=True):
+        computing[f"{one} {group}"] += each.compute_seconds
+        exposed[f"{one} {group}"] += each.exposed_seconds
+    for each, ends in zip(figures, pairwise(groups), strict=False):
+        traffic["{} {} and {}".format(many, *sorted(ends))] += each.link_seconds
+    terms = [(f"computing in {of}", seconds) for of, seconds in computing.items()]
+    terms += [(f"the all-reduce of {of}", seconds) for of, seconds in exposed.items()]
+    terms += [(f"the traffic between {cuts}", seconds) for cuts, seconds in traffic.items()]
+    busiest = max(*(seconds + exposed[of] for of, seconds in computing.items()), 0.0, *traffic.values())
     terms.append(("filling, draining and waiting", minibatch_seconds - busiest))
     return max(terms, key=lambda term: term[1])

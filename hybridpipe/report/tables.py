@@ -303,7 +303,7 @@ def _where_time_goes(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Ite
         parts = asdict(timeline.parts(plan)).items()
         shares = [f"{name.removesuffix('_seconds')} {part / timeline.seconds:z.0%}" for name, part in parts]
         figures = _as_simulated(figures, plan, timeline)
-    what, seconds = bottleneck(figures, total, plan.num_groups)
+    what, seconds = bottleneck(figures, total, plan.groups)
     yield f"bottleneck: {what}, {duration(seconds)} of {duration(total)}"
     if shares:
         yield f"the ranks' time by prediction, on average: {', '.join(shares)}"

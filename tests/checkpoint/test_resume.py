@@ -156,8 +156,6 @@ def test_the_way_of_reducing_gradients_is_no_other_plan():
 
 @pytest.mark.parametrize("found", [3, [[1.0]], [[1, 2]], [(1.0, 2)], [[1.0, 2], "ab"], [[1.0, True]]])
 def test_scales_of_a_loss_that_are_none_are_refused(found):
-    with pytest.raises(
-        UserError, match="stage0: loss_scales: must be pairs of a scale and a number"
-    ):
+    with pytest.raises(UserError, match="stage0: loss_scales: must be pairs of a scale and a number"):
         _loss_scales(found, "stage0")
     assert [(each.value, each.updates) for each in _loss_scales([[2.0, 3]], "stage0")] == [(2.0, 3)]

@@ -30,6 +30,7 @@ def test_those_are_tried_that_exchange_messages(name, holders, pairs):
 def test_two_stages_of_a_rank_have_the_last_and_the_first_one_as_neighbours():
     plan = make_plan("1-1-1", 6, 6, "interleaved-1f1b", chunks=2)
     assert neighbours(plan, []) == {(0, 1), (1, 2), (0, 2)}
+    assert neighbours(make_plan("1-1-1", 6, 6, "zb-v", chunks=2), [[0, 5]]) == {(0, 1), (1, 2)}
 
 
 class World:

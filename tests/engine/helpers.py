@@ -333,7 +333,7 @@ def _stage(plan: Plan, model: nn.Sequential, s: int, loss, precision: Precision)
         stage_module(copy.deepcopy(model), spec.start, spec.stop, precision),
         CPU,
         loss=loss if s == plan.num_stages - 1 else None,
-        split_backward=plan.schedule == "zero-bubble",
+        split_backward=plan.traits.splits_backward,
         recompute=plan.recomputes(s),
         batches_wgrad=plan.traits.batches_wgrad,
     )

@@ -22,11 +22,15 @@ PLANS = ["1-1", "2", "2-1", "1-2-1"]
 SYNCHRONOUS = ["gpipe", "1f1b", "zero-bubble"]
 ASYNCHRONOUS = {"pipedream": "pipedream", "pipedream, vertical sync": "vertical", "pipedream-2bw": "2bw"}
 SCHEDULES = [*SYNCHRONOUS, *ASYNCHRONOUS]
+INTERLEAVED = ["interleaved-1f1b", "zb-v", "v-half", "v-min"]
 CASES = [
     *thinned(PLANS, SCHEDULES, ["bf16", "fp16"]),
     ("1-1", "interleaved-1f1b", "bf16"),
     rare("1-1", "interleaved-1f1b", "fp16"),
     *(("1-2-1", schedule, "bf16-params") for schedule in SCHEDULES),
+    ("1-1", "zb-v", "fp16"),
+    ("2-2", "v-half", "bf16"),
+    ("1-1-1", "v-min", "bf16-params"),
 ]
 LOW = {"bf16": torch.bfloat16, "bf16-params": torch.bfloat16, "fp16": torch.float16}
 DIGITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of one rounding, relative
@@ -71,7 +75,7 @@ def one_process(data, low: torch.dtype, scale: float) -> list[float]:
 
 @pytest.mark.parametrize("name, schedule, precision", CASES)
 def test_losses_are_those_of_one_process(name, schedule, precision):
-    chunks, rule = 2 if schedule == "interleaved-1f1b" else 1, ASYNCHRONOUS.get(schedule)
+    chunks, rule = 1 + (schedule in INTERLEAVED), ASYNCHRONOUS.get(schedule)
     low, model = LOW[precision], make_model()
     data = make_data(1 if rule in ("pipedream", "vertical") else 4)
     given = {"chunks": chunks, "vertical_sync": rule == "vertical", "recompute": name == "1-2-1"}

@@ -5,8 +5,10 @@ import pytest
 from tests import zoo
 
 SYNCHRONOUS, ASYNCHRONOUS = "0,1,2,3,4,5,6,7", "8,9,10,11"  # of any_model.py's KINDS
+IN_A_V = "12,13,14,15"
 GROUPS = [  # the models of one job need the same libraries
     ("1,4", ["gpt2", "t5"]),
+    (IN_A_V, ["gpt2"]),
     ("0,8", ["gpt2_padded", "llama"]),
     ("2,9", ["bert", "vit"]),
     ("3,6,8", ["resnet50"]),
@@ -18,7 +20,11 @@ GROUPS = [  # the models of one job need the same libraries
 ]
 
 
-@pytest.mark.parametrize("numbers", [SYNCHRONOUS[:7], SYNCHRONOUS[8:]])
+def name_of(numbers: str, names: list[str]) -> str:
+    return "-".join(["v"] * (numbers == IN_A_V) + names)
+
+
+@pytest.mark.parametrize("numbers", [SYNCHRONOUS[:7], SYNCHRONOUS[8:], IN_A_V])
 def test_a_forward_with_everything(job, numbers):
     done = job(4, "any_model.py", numbers, "everything", timeout_seconds=240)
     assert done.stdout.count(": within") == len(numbers.split(",")), done.stdout
@@ -36,7 +42,14 @@ def test_asynchronous_schedules_train_what_their_formulas_say_or_refuse(job):
 
 @pytest.mark.parametrize(
     "numbers, names",
-    [pytest.param(*group, marks=zoo.needs(*group[1]), id="-".join(group[1])) for group in GROUPS],
+    [
+        pytest.param(
+            *group,
+            marks=zoo.needs(*group[1]),
+            id=name_of(*group),
+        )
+        for group in GROUPS
+    ],
 )
 def test_real_models(job, numbers, names):
     """All train, but for those under asynchronous schedules whose stages would share a parameter."""

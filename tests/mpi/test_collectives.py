@@ -17,9 +17,12 @@ def test_sums_rows_and_weights(job, backend):
 def test_parameters_and_losses_are_those_of_one_process(job, backend):
     """Also where replicas shard their update, and where ranks hold several stages."""
     plans = ["2", "3-1", "2-2:1:scatter", "1-3:2", "2-2:2:scatter"]
-    ways = sum(1 + TRAITS[s].splits_backward for s in SYNCHRONOUS if not TRAITS[s].interleaves)
+    ways, chunked = (
+        sum(1 + TRAITS[s].splits_backward for s in SYNCHRONOUS if TRAITS[s].interleaves == held)
+        for held in (False, True)
+    )
     done = job(4, "exactness.py", "8", *(f"{plan}:{backend}" for plan in [*plans, "2-2x2"]))
-    assert done.stdout.count("parameters within") == (len(plans) * ways + 1) * 2  # optimizers
+    assert done.stdout.count("parameters within") == (len(plans) * ways + chunked) * 2  # optimizers
 
 
 @pytest.mark.parametrize("backend", OTHERS)

@@ -5,14 +5,11 @@ import pytest
 from hybridpipe.planning.schedules.registry import SYNCHRONOUS, TRAITS
 from tests.mpi.output import own_lines
 
-INTERLEAVED = [schedule for schedule in SYNCHRONOUS if TRAITS[schedule].interleaves]
 # Two ways where a schedule splits the backward, as in exactness.py.
-OTHERS = [
-    (schedule, way)
-    for schedule in SYNCHRONOUS
-    if schedule not in INTERLEAVED
-    for way in range(2 if TRAITS[schedule].splits_backward else 1)
-]
+WAYS = [(TRAITS[each], way) for each in SYNCHRONOUS for way in range(1 + TRAITS[each].splits_backward)]
+OTHERS = [traits for traits, _ in WAYS if not traits.interleaves]
+IN_A_LOOP = [traits for traits, _ in WAYS if traits.interleaves and traits.placement == "loop"]
+IN_A_V = [traits for traits, _ in WAYS if traits.placement == "v"]
 OPTIMIZERS = 2
 
 
@@ -32,7 +29,8 @@ def test_parameters_and_losses_are_those_of_one_process(job, ranks, updates, pla
 
 def test_several_stages_on_a_rank(job):
     done = job(4, "exactness.py", "20", "1-1x2", "2-2x3", "1-1-1x2")
-    assert done.stdout.count("parameters within") == 3 * len(INTERLEAVED) * OPTIMIZERS
+    wanted = 3 * len(IN_A_LOOP) + 2 * len(IN_A_V)
+    assert done.stdout.count("parameters within") == wanted * OPTIMIZERS
 
 
 @pytest.mark.parametrize("plans", [["1-1", "1-1-1-1", "2-1", "1-2"], ["3-1", "2-2", "1-2-1"]], ids=" ".join)

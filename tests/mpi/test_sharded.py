@@ -9,6 +9,12 @@ def test_parameters_are_those_of_one_process(job):
     assert done.stdout.count("parameters within") == len(plans) * 4 * 2
 
 
+def test_parameters_of_several_stages_on_a_rank_are_those_of_one_process(job):
+    """Under interleaved-1f1b, and in a V two ways each of three schedules."""
+    done = job(4, "exactness.py", "4", "2-2x2:1:scatter", timeout_seconds=200)
+    assert done.stdout.count("parameters within") == (1 + 3 * 2) * 2
+
+
 def test_clipping_schedules_and_accumulation(job):
     done = job(3, "updates.py", "2-1:1:scatter", "3:2", timeout_seconds=200)
     assert done.stdout.count("parameters within") == 2 * 3 * 2

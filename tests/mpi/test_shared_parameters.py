@@ -10,7 +10,7 @@ import pytest
 def test_shared_parameters_train_as_in_one_process_and_stay_equal(job, ranks, plans):
     done = job(ranks, "shared_parameters.py", *plans)
     chunked = sum("x" in plan for plan in plans)
-    expected = 2 * (3 * (len(plans) - chunked) + chunked)  # settings, schedules
+    expected = 2 * (3 * (len(plans) - chunked) + 4 * chunked)  # settings, schedules
     assert done.stdout.count("copies equal") == expected, done.stdout
 
 

@@ -296,6 +296,8 @@ SYNCHRONOUS = [
     ),
     ("1-1", "interleaved-1f1b", 2),
     ("2-2", "interleaved-1f1b", 3),
+    ("1-1", "zb-v", 2),
+    ("2-2", "v-half", 2),
 ]
 SCHEDULERS = {
     "step": step_lr,

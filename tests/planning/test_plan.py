@@ -29,8 +29,8 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
         (lambda: Plan(stages((0, 2, 1)), num_layers=3), "must stop at num_layers = 3, got 2"),
         (
             lambda: Plan(stages((0, 2, 1)), "2f2b"),
-            "schedule must be one of 1f1b, gpipe, interleaved-1f1b, zero-bubble, pipedream, pipedream-2bw, "
-            "got '2f2b'",
+            "schedule must be one of 1f1b, gpipe, interleaved-1f1b, zero-bubble, zb-v, v-half, v-min, "
+            "pipedream, pipedream-2bw, got '2f2b'",
         ),
         (
             lambda: Plan(stages((0, 2, 1)), "pipedream", 2),
@@ -53,7 +53,37 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
             "max_in_flight must not be given under zero-bubble",
         ),
         (lambda: Plan(stages((0, 2, 1)), chunks=0), "chunks must be an integer >= 1, got 0"),
-        (lambda: plan([1, 1], 2, chunks=2), "chunks must be 1 unless schedule is interleaved-1f1b, got 2"),
+        (lambda: plan([1, 1], 2, chunks=2), "chunks must be 1 under 1f1b, got 2"),
+        (lambda: plan([1, 1], 2, placement="loop"), "placement must not be given under 1f1b, got loop"),
+        (
+            lambda: plan([1] * 4, 4, "interleaved-1f1b", chunks=2, placement="v"),
+            "placement must be loop under interleaved-1f1b, got v",
+        ),
+        (lambda: plan([1, 1], 4, "zb-v", chunks=3), "chunks must be 2 under zb-v, got 3"),
+        (
+            lambda: plan([1, 2], 4, "v-half", chunks=2),
+            "replicas must be the same in all stages under v-half, got [1, 2, 1, 2]",
+        ),
+        (
+            lambda: Plan(tuple(StageSpec(i, i + 1, 1, (i % 2,)) for i in range(4)), "v-min", 4, chunks=2),
+            "stages[2].ranks must be those of stages[1], [1], got [0]",
+        ),
+        (
+            lambda: plan([1, 1], 4, "zb-v", chunks=2, in_flight=3),
+            "in_flight must not be given under zb-v, got 3: it goes with zero-bubble",
+        ),
+        (
+            lambda: plan([1], 4, "zero-bubble", pass_times=((1, 1, 1, 0),)),
+            "pass_times must not be given under zero-bubble: they go with zb-v, v-half, v-min",
+        ),
+        (
+            lambda: plan([1, 1], 4, "zb-v", chunks=2, pass_times=((1, 1, 1, 0),)),
+            "pass_times must be 4, one a stage, got 1",
+        ),
+        (
+            lambda: plan([1, 1], 4, "zb-v", chunks=2, pass_times=((1, 1, 1, 0),) * 3 + ((1, 1, -1, 0),)),
+            "pass_times[3].backward_weight must be an integer >= 0, got -1",
+        ),
         (
             lambda: plan([1, 1], 2, "interleaved-1f1b"),
             "chunks must be at least 2 and divide the stages into at least 2 groups, got 1 with 2 stages",
@@ -150,6 +180,16 @@ def test_with_chunks_each_rank_holds_several_stages():
     assert list(interleaved.held_stages(Place(1, 1))) == [1, 4]
     assert interleaved.rank_of(4, 3) == 3
     interleaved.check_world(6)
+
+
+def test_in_a_v_the_last_group_holds_neighbours_and_the_first_both_ends():
+    folded = plan([2, 2, 2], 4, "zb-v", chunks=2)
+    assert [stage.ranks for stage in folded.stages] == [(0, 1), (2, 3), (4, 5), (4, 5), (2, 3), (0, 1)]
+    assert folded.placement == "v" and folded.groups == (0, 1, 2, 2, 1, 0)
+    assert [folded.held_stages(Place(group, 0)) for group in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert folded.place(3) == Place(1, 1) and folded.ranks == tuple(range(6))
+    assert [folded.hands_over(s) for s in range(6)] == [False, False, True, False, False, False]
+    assert [folded.sends(s) for s in range(-1, 6)] == [False, True, True, False, True, True, False]
 
 
 def test_recomputation_is_of_the_plan_or_of_a_stage():

@@ -72,6 +72,14 @@ def test_stages_on_one_rank_count_it_once_and_exchange_nothing():
     assert [bool(cost.exchanged) for cost in stage_costs(apart, together)] == [True, True, False, False]
 
 
+def test_in_a_v_the_first_and_the_last_stage_exchange_nothing():
+    both_ends, inside = tied(4, 0, 3), tied(4, 1, 3)
+    folded = make_plan("1-1", 1, 2, 3, 4, schedule="zb-v", chunks=2)
+    assert exchanged_bytes(both_ends, folded) == [{}, {}]
+    assert [counted_bytes(both_ends, folded, s) for s in range(4)] == [[8000], [8000], [8000], [2000]]
+    assert exchanged_bytes(inside, folded) == [{1: BYTES}, {0: BYTES}]
+
+
 def test_each_holder_has_a_copy_and_its_messages():
     profile, apart = tied(state_factor=2.0), make_plan("1-1", 2, 4)
     before = peak_memory_bytes(untied(profile), apart)

@@ -7,7 +7,7 @@ from pytest import approx
 from hybridpipe.planning import timeline as timelines
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.schedules.instructions import Forward, Load
-from hybridpipe.planning.schedules.registry import SCHEDULES
+from hybridpipe.planning.schedules.registry import SCHEDULES, TRAITS
 from hybridpipe.planning.simulator.predict import predict
 from hybridpipe.planning.timeline import TimedEvent, Timeline, from_chrome_trace, kind
 from tests.planning.helpers import layer, model, parse, plan
@@ -99,7 +99,7 @@ def test_parts_of_halves_and_of_several_stages_on_a_rank():
 @pytest.mark.parametrize("replicas", [(1,), (4,), (1, 1, 1), (3, 2, 1), (1, 4, 2)])
 def test_parts_add_up_to_the_timeline(schedule, replicas):
     chunks = 1
-    if schedule == "interleaved-1f1b":
+    if TRAITS[schedule].interleaves:
         replicas, chunks = replicas[:1] * max(2, len(replicas)), 2
     profile = model(*[layer(1, 2, parameters=30, output=9, update=0.5)] * len(replicas) * chunks)
     made = plan(replicas, 1 if schedule == "pipedream" else 7, schedule, chunks=chunks)

@@ -129,8 +129,9 @@ def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Flo
     num_bytes = cut_bytes(plan.schedule, sent, returned)
     held = _of_stages(plan, held_until_gradients)
     taking_turns = num_bytes + (sent + returned - num_bytes) / np.maximum(held[:-1], 1)
-    group = np.arange(plan.num_stages - 1) % plan.num_groups  # cuts between the same ranks share links
-    busiest, in_turns = (np.bincount(group, busy_per_byte * each).max() for each in (num_bytes, taking_turns))
+    group = np.array(plan.groups)
+    links = 2 * group[:-1] + (group[1:] < group[:-1])  # cuts between the same ranks share links
+    busiest, in_turns = (np.bincount(links, busy_per_byte * each).max() for each in (num_bytes, taking_turns))
     return ways, apart, float(busiest), float(in_turns)
 
 
@@ -147,10 +148,9 @@ def group_parts(plan: Plan, terms: StageTerms[Floats]) -> tuple[Floats, Floats]:
             terms.between,
         )
         return filling + terms.held_up, maxima
-    by_chunk = plan.chunks, plan.num_groups
-    work, after, held_up = (
-        each.reshape(by_chunk).sum(axis=0) for each in (terms.work, terms.after, terms.held_up)
-    )
+    group = np.array(plan.groups)
+    parts = terms.work, terms.after, terms.held_up
+    work, after, held_up = (np.bincount(group, each).astype(np.float64) for each in parts)
     rounds = ceil_div(plan.num_microbatches, plan.replicas[0]) - 1 / plan.chunks
     return work / plan.chunks + held_up, rounds * work + after
 

@@ -157,8 +157,8 @@ def _stage_cost(profile: ModelProfile, plan: Plan, s: int, load_speed: float) ->
         forward_seconds=forward,
         backward_seconds=sum(backward) * load_speed + plan.recomputes(s) * forward,
         update_seconds=sum(update) * load_speed / (stage.replicas if zero else 1),
-        output_bytes=layers[-1].output_bytes,
-        gradient_bytes=layers[-1].returned_bytes,
+        output_bytes=0.0 if plan.hands_over(s) else layers[-1].output_bytes,
+        gradient_bytes=0.0 if plan.hands_over(s) else layers[-1].returned_bytes,
         buckets=_buckets(counted, list(map(add, backward, products))),
         weight_seconds=sum(layer.weights_backward(rounds) for layer in layers) * load_speed,
         products_seconds=sum(products) * load_speed,
@@ -358,9 +358,10 @@ def plan_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Stag
     gradients = [sum(bucket.num_bytes for bucket in cost.buckets) for cost in costs]
     share = compute_share(cluster, plan.ranks)
     handling = np.zeros(len(costs) + 1)
-    handling[1:-1] = cluster.occupied_seconds((sent + returned)[:-1], 2)
+    are_sent = np.array([plan.sends(s) for s in range(len(costs) - 1)], dtype=np.bool_)
+    handling[1:-1] = cluster.occupied_seconds((sent + returned)[:-1], 2) * are_sent
     sending = np.zeros(len(costs))
-    sending[1:] = cluster.occupied_seconds(returned[:-1], 1)
+    sending[1:] = cluster.occupied_seconds(returned[:-1], 1) * are_sent
     zeros = np.array([plan.zero_of(s) for s in range(plan.num_stages)])
     reducing = [cluster.ring(stage.ranks, reduction_of(plan, s)) for s, stage in enumerate(plan.stages)]
     gathering = [cluster.ring(stage.ranks, ALL_GATHER) for stage in plan.stages]
@@ -409,10 +410,12 @@ def exchange_seconds(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -
 
 
 def plan_cut_figures(plan: Plan, cluster: Cluster, asynchronous: bool) -> Floats:
-    """Return the `cut_figures` of a plan's cuts, shape (4, cuts)."""
+    """Return the `cut_figures` of a plan's cuts, shape (4, cuts); 0 where nothing is sent."""
     before = np.arange(plan.num_stages - 1)
     ranks = [stage.ranks for stage in plan.stages]
-    return cut_figures(cluster, ranks, np.stack([before, before + 1]), plan.num_microbatches, asynchronous)
+    pairs = np.stack([before, before + 1])
+    figures = cut_figures(cluster, ranks, pairs, plan.num_microbatches, asynchronous)
+    return figures * [plan.sends(cut) for cut in range(plan.num_stages - 1)]
 
 
 def held_until_gradients(

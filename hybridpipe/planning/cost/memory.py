@@ -195,13 +195,14 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
         stage = plan.stages[s]
         layers = profile.layers[stage.start : stage.stop]
         zero = plan.zero_of(s)
+        shares = plan.hands_over(s - 1) and not plan.recomputes(s - 1)  # its input: the output kept there
         rounds = 1 if zero == 2 else per_update(plan.schedule, plan.num_microbatches, stage.replicas)
         rows.append(
             (
                 sum(counted_bytes(profile, plan, s)),
                 sum(layer.activation_bytes for layer in layers) + layers[-1].output_bytes,
-                profile.layers[stage.start - 1].output_bytes if stage.start else 0,
-                layers[-1].output_bytes if stage.stop < len(profile.layers) else 0,
+                profile.layers[stage.start - 1].output_bytes if stage.start and not shares else 0,
+                layers[-1].output_bytes if plan.sends(s) else 0,
                 sum(layer.always(plan.schedule, rounds) for layer in layers) + 2 * sum(exchanged[s].values()),
                 _split_bytes(layers) if plan.traits.splits_backward else math.nan,
                 zero,
@@ -238,9 +239,9 @@ def _split_bytes(layers: Sequence[LayerProfile]) -> float:
 
 def _interleaved_peak(profile: ModelProfile, plan: Plan, group: int) -> int:
     stages = _stages(profile, plan, plan.held_stages(Place(group, 0)))
-    counts, begun = zip(*interleaved_stash(plan, group, plan.num_microbatches), strict=True)
+    counts, halves, begun = zip(*interleaved_stash(plan, group, plan.num_microbatches), strict=True)
     working = np.append(stages.working, 0.0)[[plan.chunks if chunk is None else chunk for chunk in begun]]
-    most = (np.array(counts) @ stages.stash + working).max()
+    most = (np.array(counts) @ stages.stash + np.array(halves) @ stages.split + working).max()
     return int(_resident(stages, plan.replicas[group]) + most)
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
 
-from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.planning.plan import PassTimes, Place, Plan
 from hybridpipe.planning.schedules.instructions import (
     AllReduce,
     Backward,
@@ -29,15 +29,24 @@ from hybridpipe.planning.schedules.instructions import (
     add_sharding,
 )
 from hybridpipe.planning.schedules.registry import TRAITS
+from hybridpipe.planning.schedules.v_shape import BUILDING_BLOCKS, most_chunks, v_passes
 
 UPDATE: Program = (AllReduce(), Step())
 UNLIMITED = 2**62
+MOST_FORWARDS = 2**15  # of all groups that are counted where an order follows times: they take a second
 
 
 class Stash(NamedTuple):
-    """The microbatches of each chunk that a rank holds, and the chunk whose backward it then runs, if any."""
+    """The microbatches that a rank holds at some time.
+
+    Args:
+        counts: by chunk, those whose backward, or the inputs' half of it, is to come or under way.
+        halves: by chunk, those between the halves of their backward.
+        backward: the chunk whose backward it then runs, if any.
+    """
 
     counts: tuple[int, ...]
+    halves: tuple[int, ...]
     backward: int | None
 
 
@@ -89,6 +98,9 @@ def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
 
     Where backwards are split, a microbatch is stashed until the weights' half.
     """
+    if plan.traits.takes_pass_times:
+        most = most_chunks(plan.schedule, plan.num_groups)
+        return (min(most, ceil_div(num_microbatches, plan.replicas[0])),) * plan.num_stages
     if plan.traits.interleaves:
         return _interleaved_in_flight(plan, num_microbatches)
     held = until_backward(plan, num_microbatches)
@@ -240,8 +252,7 @@ def _interleaved_in_flight(plan: Plan, num_microbatches: int) -> tuple[int, ...]
     """Return the most microbatches whose forward, but not backward, each stage has run."""
     held = [interleaved_stash(plan, group, num_microbatches) for group in range(plan.num_groups)]
     return tuple(
-        max(counts[s // plan.num_groups] for counts, _ in held[s % plan.num_groups])
-        for s in range(plan.num_stages)
+        max(each.counts[plan.chunk_of(s)] for each in held[plan.group_of(s)]) for s in range(plan.num_stages)
     )
 
 
@@ -251,24 +262,37 @@ def interleaved_stash(plan: Plan, group: int, num_microbatches: int) -> frozense
     A replica with one microbatch less than the first may stash more of some chunk.
     """
     most, least = ceil_div(num_microbatches, plan.replicas[0]), num_microbatches // plan.replicas[0]
-    return frozenset[Stash]().union(
-        *(_stash(count, group, plan.num_groups, plan.chunks) for count in {most, least})
-    )
+    p, chunks = plan.num_groups, plan.chunks
+    each = (_stash(plan.schedule, count, group, p, chunks, plan.pass_times) for count in {most, least})
+    return frozenset[Stash]().union(*each)
 
 
 @lru_cache(maxsize=4096)
-def _stash(count: int, group: int, num_groups: int, chunks: int) -> frozenset[Stash]:
-    count = min(count, 4 * num_groups + count % num_groups)  # then the pipeline repeats itself
-    held = [0] * chunks
+def _stash(
+    schedule: str, count: int, group: int, num_groups: int, chunks: int, times: tuple[PassTimes, ...] | None
+) -> frozenset[Stash]:
+    passes: Iterable[Instruction]
+    if TRAITS[schedule].takes_pass_times:
+        count = min(count, MOST_FORWARDS // (chunks * num_groups))
+        passes = v_passes(schedule, num_groups, count, times)[group]
+    else:
+        count = min(count, 4 * num_groups + count % num_groups)  # then the pipeline repeats itself
+        passes = interleaved_1f1b(range(count), group, num_groups, chunks)
+    counts, halves = [0] * chunks, [0] * chunks
     seen: set[Stash] = set()
-    for instruction in interleaved_1f1b(range(count), group, num_groups, chunks):
+    for instruction in passes:
         match instruction:
             case Forward(chunk=chunk):
-                held[chunk] += 1
-                seen.add(Stash(tuple(held), None))
-            case Backward(chunk=chunk):
-                seen.add(Stash(tuple(held), chunk))
-                held[chunk] -= 1
+                counts[chunk] += 1
+                seen.add(Stash(tuple(counts), tuple(halves), None))
+            case Backward(chunk=chunk) | BackwardInput(chunk=chunk):
+                seen.add(Stash(tuple(counts), tuple(halves), chunk))
+                counts[chunk] -= 1
+                if isinstance(instruction, BackwardInput):
+                    halves[chunk] += 1
+                    seen.add(Stash(tuple(counts), tuple(halves), None))
+            case BackwardWeight(chunk=chunk):
+                halves[chunk] -= 1
     return frozenset(seen)
 
 
@@ -357,6 +381,13 @@ def _interleaved_of(rank: _GeneratorInput) -> Iterator[Instruction]:
     return interleaved_1f1b(rank.microbatches, rank.place.stage, rank.plan.num_groups, rank.plan.chunks)
 
 
+def _v_shape_of(rank: _GeneratorInput) -> Iterator[Instruction]:
+    plan, mine = rank.plan, rank.microbatches
+    for each in v_passes(plan.schedule, plan.num_groups, len(mine), plan.pass_times)[rank.place.stage]:
+        yield type(each)(mine[each.microbatch], each.chunk)
+    yield from UPDATE
+
+
 def _zero_bubble_of(rank: _GeneratorInput) -> Iterator[Instruction]:
     return zero_bubble(rank.microbatches, rank.held, weight_lags(rank.plan, rank.in_flight)[rank.place.stage])
 
@@ -379,6 +410,7 @@ GENERATORS: dict[str, Callable[[_GeneratorInput], Iterator[Instruction]]] = {
     "gpipe": lambda rank: gpipe(rank.microbatches),
     "zero-bubble": _zero_bubble_of,
     "interleaved-1f1b": _interleaved_of,
+    **dict.fromkeys(BUILDING_BLOCKS, _v_shape_of),
     "pipedream": _pipedream_of,
     "pipedream-2bw": _two_buffered_of,
 }
@@ -493,4 +525,6 @@ def _places(plan: Plan) -> Iterator[tuple[int, Place]]:
 
 
 def _communicating(plan: Plan, place: Place, computing: Iterable[Instruction]) -> Program:
-    return tuple(add_communication(computing, plan.held_stages(place), plan.num_stages))
+    held = plan.held_stages(place)
+    before, behind = ([plan.sends(stage + way) for stage in held] for way in (-1, 0))
+    return tuple(add_communication(computing, before, behind))

@@ -287,27 +287,27 @@ def add_sharding(
 
 
 def add_communication(
-    program: Iterable[Instruction], stages: Sequence[int], num_stages: int
+    program: Iterable[Instruction], before: Sequence[bool], behind: Sequence[bool]
 ) -> Iterator[Instruction]:
     """Yield the program with receives before, and sends after, each forward and backward with a neighbour.
 
     Args:
-        stages: those that the rank holds, by chunk.
+        before, behind: by chunk, True if the stage before, or the one behind, lies on another rank.
     """
     for instruction in program:
         if isinstance(instruction, Forward):  # with a `match`, making programs takes 1.3 times as long
             m, chunk = instruction.microbatch, instruction.chunk
-            if stages[chunk] > 0:
+            if before[chunk]:
                 yield ReceiveActivation(m, chunk)
             yield instruction
-            if stages[chunk] < num_stages - 1:
+            if behind[chunk]:
                 yield SendActivation(m, chunk)
         elif isinstance(instruction, (Backward, BackwardInput)):
             m, chunk = instruction.microbatch, instruction.chunk
-            if stages[chunk] < num_stages - 1:
+            if behind[chunk]:
                 yield ReceiveGradient(m, chunk)
             yield instruction
-            if stages[chunk] > 0:
+            if before[chunk]:
                 yield SendGradient(m, chunk)
         else:
             yield instruction

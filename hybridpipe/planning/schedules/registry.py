@@ -6,6 +6,8 @@ nothing else in the package compares the name of a schedule.
 
 from typing import Literal, NamedTuple
 
+Placement = Literal["loop", "v"]
+
 
 class ScheduleTraits(NamedTuple):
     """The properties of a schedule that planner, simulator and engine use.
@@ -19,6 +21,10 @@ class ScheduleTraits(NamedTuple):
         splits_backward: the gradients of inputs and of weights are separate instructions.
         batches_wgrad: gradients of large weights are computed for several microbatches at once.
         interleaves: each rank holds several stages (chunks), all of which have equal replicas.
+        placement: where the chunks lie. "loop": chunk after chunk goes through the groups of ranks in order,
+            the last followed by the first. "v": every second chunk goes back, so that the groups at both ends
+            hold neighbours.
+        is_automatic: a request for any schedule considers it.
         takes_max_in_flight: the number of microbatches in flight can be limited.
         most_zero: the most that `StageSpec.zero` may be. Chunks of a rank are reduced together, when the
             gradients of all are whole; an asynchronous stage's gradients are, where it updates at each.
@@ -31,13 +37,29 @@ class ScheduleTraits(NamedTuple):
     splits_backward: bool = False
     batches_wgrad: bool = False
     interleaves: bool = False
+    placement: Placement = "loop"
+    is_automatic: bool = True
     takes_max_in_flight: bool = False
     most_zero: int = 2
+
+    @property
+    def takes_lags(self) -> bool:
+        """True if a plan may say how many split backwards are in flight, and by how much their halves lag."""
+        return self.splits_backward and not self.interleaves
+
+    @property
+    def takes_pass_times(self) -> bool:
+        """True if the order of passes follows their times."""
+        return self.splits_backward and self.interleaves
 
     def num_versions(self, in_flight: int) -> int:
         """Return the versions of the weights that a replica with `in_flight` microbatches in flight keeps."""
         return {"stashed": in_flight, "two": 2, "one": 1}[self.versions]
 
+
+_V_SHAPE = ScheduleTraits(
+    splits_backward=True, interleaves=True, placement="v", is_automatic=False, most_zero=1
+)
 
 # The simplest first: of schedules that take equally long the planner chooses the first one.
 TRAITS = {
@@ -45,6 +67,9 @@ TRAITS = {
     "gpipe": ScheduleTraits(batches_wgrad=True, has_warm_up=False),
     "interleaved-1f1b": ScheduleTraits(batches_wgrad=True, interleaves=True, most_zero=1),
     "zero-bubble": ScheduleTraits(splits_backward=True),
+    "zb-v": _V_SHAPE,
+    "v-half": _V_SHAPE,
+    "v-min": _V_SHAPE,
     "pipedream": ScheduleTraits(
         is_asynchronous=True,
         versions="stashed",

@@ -45,6 +45,7 @@ from hybridpipe.planning.schedules.instructions import (
     SendGradient,
     Step,
 )
+from hybridpipe.planning.schedules.v_shape import most_chunks
 
 OnMicrobatch = (
     Forward
@@ -140,6 +141,9 @@ class _RankCheck:
         self.zero = plan.zero_of(place.stage)
         self.reduction = ReduceScatter if plan.scatters(place.stage) else AllReduce
         self.num_reductions = ceil_div(count, plan.replicas[place.stage]) if self.zero == 2 else 1
+        self.most = None
+        if plan.traits.takes_pass_times:
+            self.most = most_chunks(plan.schedule, plan.num_groups)
         self.at = ""
         self.seen: set[Instruction] = set()
         self.stashed = [0] * len(self.stages)
@@ -234,37 +238,43 @@ class _RankCheck:
 
     def check_order(self, instruction: OnMicrobatch, stage: int) -> None:
         m, chunk = instruction.microbatch, instruction.chunk
-        first, last = stage == 0, stage == self.plan.num_stages - 1
-        if (first and isinstance(instruction, FROM_BEFORE)) or (
-            last and isinstance(instruction, FROM_BEHIND)
-        ):
+        if isinstance(instruction, FROM_BEFORE) and not self.plan.sends(stage - 1):
             self.fail(f"stage {stage} has no neighbour there")
-        halves = {Backward(m, chunk), BackwardInput(m, chunk)}
+        if isinstance(instruction, FROM_BEHIND) and not self.plan.sends(stage):
+            self.fail(f"stage {stage} has no neighbour there")
+        halves = _backwards(m, chunk)
         match instruction:
-            case Forward() if not first:
-                self.check_seen(ReceiveActivation(m, chunk))
+            case Forward() if stage > 0:
+                from_here = Forward(m, self.plan.chunk_of(stage - 1))
+                is_sent = self.plan.sends(stage - 1)
+                self.check_seen(ReceiveActivation(m, chunk) if is_sent else from_here)
             case SendActivation():
                 self.check_seen(Forward(m, chunk))
             case Backward() | BackwardInput():
-                if halves & self.seen:
+                if self.seen.intersection(halves):
                     self.fail("the backward must be done either whole or in halves")
                 self.check_seen(Forward(m, chunk))
-                if not last:
+                if self.plan.sends(stage):
                     self.check_seen(ReceiveGradient(m, chunk))
+                elif stage < self.plan.num_stages - 1:
+                    self.check_seen(*_backwards(m, self.plan.chunk_of(stage + 1)))
             case BackwardWeight():
                 self.check_seen(BackwardInput(m, chunk))
-            case SendGradient() if not halves & self.seen:
+            case SendGradient() if not self.seen.intersection(halves):
                 self.fail("its backward must come before it")
 
-    def check_seen(self, needed: Instruction) -> None:
-        if needed not in self.seen:
-            self.fail(f"{needed} must come before it")
+    def check_seen(self, *needed: Instruction) -> None:
+        """Check that one of these came before."""
+        if not self.seen.intersection(needed):
+            self.fail(f"{needed[0]} must come before it")
 
     def forward(self, m: int, chunk: int) -> None:
         self.stashed[chunk] += 1
         allowed = self.allowed[self.stages[chunk]]
         if self.stashed[chunk] > allowed:
             self.fail(f"at most {allowed} microbatches may be stashed, this is one more")
+        if self.most is not None and sum(self.stashed) > self.most:
+            self.fail(f"at most {self.most} microbatches of all chunks may be stashed, this is one more")
         if self.versions is not None:
             self.check_version(m, self.versions(m))
 
@@ -303,15 +313,20 @@ class _RankCheck:
         for chunk, stage in enumerate(self.stages):
             for m in self.mine:
                 expected: list[Instruction] = [Forward(m, chunk)]
-                if stage > 0:
+                if self.plan.sends(stage - 1):
                     expected += [ReceiveActivation(m, chunk), SendGradient(m, chunk)]
-                if stage < self.plan.num_stages - 1:
+                if self.plan.sends(stage):
                     expected += [SendActivation(m, chunk), ReceiveGradient(m, chunk)]
                 if Backward(m, chunk) not in self.seen:
                     expected += [BackwardInput(m, chunk), BackwardWeight(m, chunk)]
                 for instruction in expected:
                     if instruction not in self.seen:
                         self.fail(f"{instruction} is missing")
+
+
+def _backwards(m: int, chunk: int) -> tuple[Instruction, ...]:
+    """Return the instructions after which the gradients of a chunk's inputs are there."""
+    return Backward(m, chunk), BackwardInput(m, chunk)
 
 
 _Happening = tuple[str | int, ...]

@@ -1,17 +1,18 @@
-"""Interleave: plans whose ranks hold several stages each, for interleaved-1f1b.
+"""Interleave: plans whose ranks hold several stages each.
 
 p groups of equally many ranks stand in a line (`placement.lines`) and hold v stages each. The chain of layers
-is cut into p v stages that go round the groups v times.
+is cut into p v stages that go round the groups v times, or down and up again, as the schedule places them.
 
 The cuts are exact for given groups of ranks of one speed, and given v: no cuts have a faster slowest stage.
 For each factor of `SLACKS`, no cuts whose slowest stage takes at most that factor longer send less. Where
-speeds differ, stages greedily take as many layers as the bound allows. Values of p and v and numbers of
+speeds differ, stages greedily take as many layers as the bound allows. In a V the cuts of `fold`, for the
+fastest slowest group, compete with these. Values of p and v and numbers of
 replicas are tried: `estimate` ranks the results, and the simulator decides.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 
 import numpy as np
 
@@ -20,16 +21,20 @@ from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.cost.formula import compute_share, stage_speed
 from hybridpipe.planning.cost.layer_costs import LayerCosts
 from hybridpipe.planning.cost.links import Floats, Ints
-from hybridpipe.planning.plan import Plan, StageSpec, Variant
+from hybridpipe.planning.plan import Plan, StageSpec, Variant, group_of
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.search.fold import folded_edges
 from hybridpipe.planning.search.placement import lines, renumbered
 from hybridpipe.planning.search.variants import fitted
 
-CHUNKS = (2, 3, 4)  # more are rarely worth their messages (Narayanan et al., SC 2021, section 5.3.2, use 2)
+# More are rarely worth their messages (Narayanan et al., SC 2021, section 5.3.2, use 2).
+CHUNKS = {"loop": (2, 3, 4), "v": (2,)}
 SLACKS = (1.0, 1.2)
+SHARES = (0.6, 0.75)  # the most that one of a group's two stages in a V may take of the slowest group's time
 FEW = 8  # groups: all numbers up to it are tried; beyond, replicas in powers of two
-MAX_GROUPS = 128  # counting the stash of more takes long, and plans of more stages are not simulated
+# Counting the stash of more takes long, and plans of more stages are not simulated.
+MAX_GROUPS = {"loop": 128, "v": 32}
 MAX_CELLS = 10**7  # stages times layers, where traffic is minimised: 80 MB
 MANY = 2**17  # layers times ranks: beyond it only the first of `CHUNKS` and `SLACKS` are tried
 NUM_BISECTIONS = 60
@@ -58,23 +63,27 @@ def interleaved_plans(
     plainly = dict.fromkeys(Variant(variant.recompute) for variant in request.variants)
     variants = list(plainly)[: None if cluster.memory_bytes is not None else 1]
     found: dict[Plan, None] = {}
+    placement = request.traits.placement
     tried = 1 if profile.num_layers * len(ranks) > MANY else None
     for line in lines(cluster, ranks)[:2]:
         for replicas in _replicas(len(line), max_replicas or len(line)):
             works = [costs.mean_work(replicas, variant).tolist() for variant in variants]
-            for chunks, work in product(CHUNKS[:tried], works):
-                num_groups = min(len(line) // replicas, costs.num_layers // chunks, MAX_GROUPS)
+            for chunks, work in product(CHUNKS[placement][:tried], works):
+                num_groups = min(len(line) // replicas, costs.num_layers // chunks, MAX_GROUPS[placement])
                 if num_groups < 2:
                     continue
                 groups = [line[g * replicas : (g + 1) * replicas] for g in range(num_groups)]
                 groups = list(renumbered(cluster, ranks, groups))
                 share = compute_share(cluster, [rank for group in groups for rank in group])
-                speeds = [stage_speed(cluster, group, share) for group in groups] * chunks
-                for edges in _cuts(work, costs.moved, speeds, SLACKS[:tried]):
-                    stages = (
-                        StageSpec(a, b, replicas, groups[s % num_groups])
-                        for s, (a, b) in enumerate(pairwise(costs.edges[edges].tolist()))
-                    )
+                held = range(num_groups * chunks)
+                ranks_of = [groups[group_of(s, num_groups, placement)] for s in held]
+                speeds = [stage_speed(cluster, group, share) for group in ranks_of]
+                cuts = _cuts(work, costs.moved, speeds, SLACKS[:tried])
+                if placement == "v":
+                    cuts = chain(cuts, _folded(work, speeds[:num_groups]))
+                for edges in cuts:
+                    layers = zip(pairwise(costs.edges[edges].tolist()), ranks_of, strict=True)
+                    stages = (StageSpec(*ends, replicas, own) for ends, own in layers)
                     found[request.plan(stages, num_microbatches, chunks)] = None
     fitting = (fitted(plan, profile, cluster, request.variants) for plan in found)
     plans = list(dict.fromkeys(plan for plan in fitting if plan is not None)) or found
@@ -103,6 +112,13 @@ def _cuts(
         if edges not in found:
             found.append(edges)
             yield edges
+
+
+def _folded(work: Sequence[float], speeds: Sequence[float]) -> Iterator[list[int]]:
+    """Yield edges of a V for the fastest slowest group, with stages of about one size and with others."""
+    done = np.array([0.0, *accumulate(work)])
+    each = (folded_edges(done, speeds, share) for share in SHARES)
+    yield from (edges for edges in each if edges is not None)
 
 
 def slowest_stage(done: Sequence[float], speeds: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import measured_speed, stage_costs
 from hybridpipe.planning.cost.memory import peak_memory_bytes
+from hybridpipe.planning.cost.pass_times import with_pass_times
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
@@ -84,8 +85,17 @@ class Problem:
         Where replicas may shard their update, it is run the fastest way in any case.
         """
         if self.request.zero == 0 and self.fits(plan):
-            return plan
-        return fitted(plan, self.profile, self.cluster, self.request.variants)
+            return self.timed(plan)
+        made = fitted(plan, self.profile, self.cluster, self.request.variants)
+        return None if made is None else self.timed(made)
+
+    def timed(self, plan: Plan) -> Plan:
+        """Return a plan that fits with the times of its passes, where their order follows them.
+
+        With another order a plan may not fit any more; it is then returned as it is.
+        """
+        made = with_pass_times(plan, self.profile, self.cluster)
+        return made if made is plan or self.fits(made) else plan
 
     def least_seconds(self) -> float:
         """Return seconds that no plan undercuts: those in which all ranks together can compute."""

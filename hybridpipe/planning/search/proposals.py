@@ -107,16 +107,18 @@ def _interleaved(problem: Problem, max_replicas: int | None = None) -> list[Plan
 def straight_plans(problem: Problem) -> list[Plan]:
     """Return the best pipeline with one replica a stage; a single stage only where there is nothing longer.
 
-    For an asynchronous schedule, of which the formula sees less, these are the best few.
+    For schedules of which the formula sees less, asynchronous ones and those in a V, these are the best few.
     """
     problem = replace(problem, num_ranks=min(problem.num_ranks, MAX_STRAIGHT))
     if problem.request.traits.interleaves:
         plans = _interleaved(problem, max_replicas=1)
-        plans = [plan for plan in plans if problem.fits(plan)]
+        plans = [problem.timed(plan) for plan in plans if problem.fits(plan)]
     else:
         plans = _partition(problem, NUM_EXACT_ASYNCHRONOUS, max_replicas=1)
     longer = [plan for plan in plans if plan.num_stages > 1]
-    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else 1]
+    traits = problem.request.traits
+    few = NUM_INTERLEAVED if traits.takes_pass_times else 1
+    return (longer or plans)[: NUM_EXACT_ASYNCHRONOUS if traits.is_asynchronous else few]
 
 
 def _data_parallel_plans(problem: Problem) -> Iterator[Plan]:

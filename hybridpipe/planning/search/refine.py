@@ -97,7 +97,8 @@ def run_otherwise(plan: Plan, problem: Problem) -> Iterator[Plan]:
     variants = list(map(Variant.of, plan.stages))
     again = {variant.recompute for variant in problem.request.variants} if problem.is_limited else ()
     for s, recompute in product(range(plan.num_stages), sorted(again)):
-        changed = plan.running([*variants[:s], variants[s]._replace(recompute=recompute), *variants[s + 1 :]])
+        each = [*variants[:s], variants[s]._replace(recompute=recompute), *variants[s + 1 :]]
+        changed = problem.timed(plan.running(each))
         if changed != plan and problem.fits(changed):
             yield changed
 

@@ -136,7 +136,7 @@ def _searched(problems: Sequence[Problem]) -> list[Candidate]:
 
 def _filled(found: Sequence[Candidate], problem: Problem) -> Iterator[Candidate]:
     """Yield the best plan that splits backwards with its numbers chosen, if it may then be the best."""
-    split = (each for each in found if each.plan.traits.splits_backward and each.plan.num_stages > 1)
+    split = (each for each in found if each.plan.traits.takes_lags and each.plan.num_stages > 1)
     for best in islice(split, 1):
         profile = problem.profile.scaled_to(best.samples)
         may_fit = partial(fits, profile=profile, cluster=problem.cluster)

@@ -48,8 +48,8 @@ def fitted(
 
     def made(choices: Sequence[Choice]) -> Plan:
         """Return the plan in which group g of ranks makes the choice `choices[g]`."""
-        each = (choices[s % plan.num_groups][s // plan.num_groups] for s in range(plan.num_stages))
-        return plan.running(list(each))
+        stages = range(plan.num_stages)
+        return plan.running([choices[plan.group_of(s)][plan.chunk_of(s)] for s in stages])
 
     simplest = made([every[0]] * plan.num_groups)
     has_rivals = max(plan.replicas) > 1 and any(any(map(may_be_faster, each, every[0])) for each in every[1:])
@@ -108,7 +108,7 @@ def _parts(
     between = Between.of(alike[0], costs[0], cluster)
     parts = []
     for choice in choices:
-        taken = [terms[variants.index(choice[s // plan.num_groups])] for s in stages]
+        taken = [terms[variants.index(choice[plan.chunk_of(s)])] for s in stages]
         mixed = StageTerms(*(np.array([getattr(taken[s], name)[s] for s in stages]) for name in TERMS))
         summed, slowest = group_parts(plan, mixed)
         if not plan.traits.interleaves:

@@ -55,6 +55,10 @@ KINDS = [
     Kind("2-1", "pipedream", recompute=True),
     Kind("1-2", "pipedream", vertical_sync=True),
     Kind("1-1", "pipedream-2bw"),
+    Kind("1-1x2", "zb-v"),
+    Kind("2-2x2", "v-half", recompute=True),
+    Kind("1-1-1x2", "v-min"),
+    Kind("1-1-1-1x2", "zb-v"),
 ]
 
 

@@ -96,6 +96,17 @@ def reference(optimizer_factory, epochs):
 SPLIT_OPTIONS = ({}, {"recompute": True, "in_flight": 7, "weight_lag": 5})
 
 
+def ways(schedule: str, name: str) -> tuple[dict, ...]:
+    """The options to try under a schedule; none where it cannot place the plan's stages."""
+    traits, (groups, _, chunks) = TRAITS[schedule], name.partition(":")[0].partition("x")
+    if traits.interleaves != bool(chunks) or (traits.placement == "v" and chunks != "2"):
+        return ()
+    if traits.takes_pass_times:  # uneven: each passes its stage in another time
+        times = [(1 + s % 3, 2, s % 2, 1) for s in range(2 * len(groups.split("-")))]
+        return {}, {"recompute": True, "pass_times": tuple(times)}
+    return SPLIT_OPTIONS if traits.takes_lags else SPLIT_OPTIONS[:1]
+
+
 def make_plan(name: str, schedule: str, **options) -> Plan:
     name, *words = name.split(":")
     zero, scatters = next((int(word) for word in words if word.isdecimal()), 0), "scatter" in words
@@ -170,10 +181,8 @@ def main() -> None:
         assert len(losses) == updates
         for plan in sys.argv[2:]:
             for schedule in SYNCHRONOUS:
-                traits = TRAITS[schedule]
-                if traits.interleaves == ("x" in plan):
-                    for options in SPLIT_OPTIONS if traits.splits_backward else SPLIT_OPTIONS[:1]:
-                        check(make_plan(plan, schedule, **options), name, expected, losses, epochs)
+                for options in ways(schedule, plan):
+                    check(make_plan(plan, schedule, **options), name, expected, losses, epochs)
 
 
 if __name__ == "__main__":

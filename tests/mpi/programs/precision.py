@@ -80,6 +80,7 @@ KINDS = [
     Kind("1-2-1", "zero-bubble", recompute=True),
     Kind("2-1", "pipedream", 1, recompute=True),
     Kind("1-1", "pipedream-2bw", 2),
+    Kind("1-1x2", "zb-v"),
 ]
 RESIDUAL = Kind("1-2-1", "1f1b")
 IN_FLIGHT = Kind("1-2-1", "pipedream", 1)

@@ -26,6 +26,7 @@ from hybridpipe import Trainer
 from hybridpipe.engine.rank_state import parameters
 from hybridpipe.model.tensors import raw_bytes
 
+CHUNKED = ["interleaved-1f1b", "zb-v", "v-half", "v-min"]
 MAX_NORM, ACCUMULATED, NUM_MINIBATCHES, TOKENS = 0.4, 2, 12, 9
 
 
@@ -100,6 +101,8 @@ def check(plan, optimizer: str, clip_grad_norm, accumulated: int, expected) -> N
     for _ in train_steps(trainer, minibatches(), accumulated):
         copies = check_copies(trainer)
     plan, state = trainer.plan, trainer.full_state_dict()
+    if plan.placement == "v":  # both ends lie on one rank
+        assert trainer.model[0].weight not in getattr(trainer.worker.executor.shared, "_groups", {})
     if state is not None:
         assert copies or plan.num_ranks == 1
         what = f"{plan.name} {plan.schedule} {optimizer}, {accumulated} minibatches an update"
@@ -114,8 +117,7 @@ def main() -> None:
             if name == "auto":
                 check(name, optimizer, clip, accumulated, expected)
                 continue
-            schedules = ["interleaved-1f1b"] if "x" in name else ["gpipe", "1f1b", "zero-bubble"]
-            for schedule in schedules:
+            for schedule in CHUNKED if "x" in name else ["gpipe", "1f1b", "zero-bubble"]:
                 check(make_plan(name, schedule), optimizer, clip, accumulated, expected)
 
 

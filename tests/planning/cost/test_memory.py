@@ -17,7 +17,7 @@ from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import JoinedProducts
 from hybridpipe.planning.schedules.generators import programs, version_of
 from hybridpipe.planning.schedules.instructions import Backward, Forward, Step
-from hybridpipe.planning.schedules.registry import SYNCHRONOUS
+from hybridpipe.planning.schedules.registry import SYNCHRONOUS, TRAITS
 from hybridpipe.planning.simulator.predict import predict
 from tests.planning.helpers import free, layer, model, plan
 
@@ -252,7 +252,7 @@ CASES = st.tuples(
 
 def made(case, schedule, **options):
     stages, count = case
-    if schedule == "interleaved-1f1b":
+    if TRAITS[schedule].interleaves:
         stages = [(each, stages[0][1], recompute) for each, _, recompute in stages] * 2
         stages, options = (stages * 2 if len(stages) == 2 else stages), {"chunks": 2}
     specs = tuple(StageSpec(i, i + 1, m, recompute=recompute) for i, (_, m, recompute) in enumerate(stages))

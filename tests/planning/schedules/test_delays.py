@@ -18,7 +18,7 @@ from hybridpipe.planning.schedules.generators import (
     version_of,
 )
 from hybridpipe.planning.schedules.instructions import Forward, Step
-from hybridpipe.planning.schedules.registry import SYNCHRONOUS
+from hybridpipe.planning.schedules.registry import SYNCHRONOUS, TRAITS
 from tests.planning.helpers import plan
 
 REPLICAS = [r for stages in (1, 2, 3) for r in itertools.product(range(1, 4), repeat=stages)]
@@ -57,7 +57,7 @@ def test_2bw_is_one_update_late(num_microbatches):
 
 def test_a_flush_leaves_nothing_late():
     for schedule in SYNCHRONOUS:
-        of = plan([1, 1], 4, schedule, chunks=2 if schedule == "interleaved-1f1b" else 1)
+        of = plan([1, 1], 4, schedule, chunks=2 if TRAITS[schedule].interleaves else 1)
         assert delay_of(of, 0) == 0 and losses_late(of) == 1 and resume_points_every(of) == 1
 
 

@@ -56,19 +56,20 @@ def test_kinds_differ_even_on_the_same_microbatch():
 
 
 @pytest.mark.parametrize(
-    "stages, num_stages, program, expected",
+    "before, behind, program, expected",
     [
-        ([0], 1, "F0 B0 all-reduce step", "F0 B0 all-reduce step"),
-        ([0], 3, "F0 B0 all-reduce step", "F0 sa0 rg0 B0 all-reduce step"),
-        ([1], 3, "F0 B0 all-reduce step", "ra0 F0 sa0 rg0 B0 sg0 all-reduce step"),
-        ([2], 3, "F0 B0 all-reduce step", "ra0 F0 B0 sg0 all-reduce step"),
-        ([1], 3, "F0 I0 W0", "ra0 F0 sa0 rg0 I0 sg0 W0"),
-        ([0, 2], 4, "F0 F0.1 B0.1 B0", "F0 sa0 ra0.1 F0.1 sa0.1 rg0.1 B0.1 sg0.1 rg0 B0"),
-        ([1, 3], 4, "F0 F0.1 B0.1 B0", "ra0 F0 sa0 ra0.1 F0.1 B0.1 sg0.1 rg0 B0 sg0"),
+        ([0], [0], "F0 B0 all-reduce step", "F0 B0 all-reduce step"),
+        ([0], [1], "F0 B0 all-reduce step", "F0 sa0 rg0 B0 all-reduce step"),
+        ([1], [1], "F0 B0 all-reduce step", "ra0 F0 sa0 rg0 B0 sg0 all-reduce step"),
+        ([1], [0], "F0 B0 all-reduce step", "ra0 F0 B0 sg0 all-reduce step"),
+        ([1], [1], "F0 I0 W0", "ra0 F0 sa0 rg0 I0 sg0 W0"),
+        ([0, 1], [1, 1], "F0 F0.1 B0.1 B0", "F0 sa0 ra0.1 F0.1 sa0.1 rg0.1 B0.1 sg0.1 rg0 B0"),
+        ([1, 1], [1, 0], "F0 F0.1 B0.1 B0", "ra0 F0 sa0 ra0.1 F0.1 B0.1 sg0.1 rg0 B0 sg0"),
+        ([1, 0], [0, 1], "F0 F0.1 B0.1 B0", "ra0 F0 F0.1 sa0.1 rg0.1 B0.1 B0 sg0"),  # the turn of a V
     ],
 )
-def test_communication_goes_where_there_is_a_neighbour(stages, num_stages, program, expected):
-    assert text(add_communication(parse(program), stages, num_stages)) == expected
+def test_communication_goes_where_a_neighbour_lies_on_another_rank(before, behind, program, expected):
+    assert text(add_communication(parse(program), before, behind)) == expected
 
 
 @pytest.mark.parametrize(

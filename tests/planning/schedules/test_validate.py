@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpipe.planning.plan import Variant
+from hybridpipe.planning.plan import PassTimes, Variant
 from hybridpipe.planning.schedules import generators
 from hybridpipe.planning.schedules import validate as module
 from hybridpipe.planning.schedules.generators import programs
@@ -35,7 +35,11 @@ def cases(draw):
     if traits.interleaves:
         replicas = [draw(st.integers(1, 4))] * draw(st.integers(2, 5))
         zero = draw(st.integers(0, traits.most_zero))
-        return plan(replicas, size, schedule, chunks=draw(st.integers(2, 3)), zero=zero), count
+        chunks = 2 if traits.placement == "v" else draw(st.integers(2, 3))
+        each = st.builds(PassTimes, *[st.integers(0, 9)] * 4)
+        times = draw(st.lists(each, min_size=chunks * len(replicas), max_size=chunks * len(replicas)))
+        options = {"pass_times": times} if traits.takes_pass_times and draw(st.booleans()) else {}
+        return plan(replicas, size, schedule, chunks=chunks, zero=zero, **options), count
     replicas = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     options = {}
     if traits.takes_max_in_flight:
@@ -92,7 +96,8 @@ def grid():
             yield plan(replicas, 9, schedule, in_flight=ahead, weight_lag=late), 7
     shapes = itertools.product((2, 3, 5), (1, 2, 3), (2, 3), (1, 4, 6, 15), interleaved)
     for groups, replicas, chunks, count, schedule in shapes:
-        yield plan([replicas] * groups, 15, schedule, chunks=chunks), count
+        if TRAITS[schedule].placement == "loop" or chunks == 2:
+            yield plan([replicas] * groups, 15, schedule, chunks=chunks), count
 
 
 def test_a_grid_of_small_plans_keeps_the_rules():

@@ -1,6 +1,7 @@
 """The cuts of interleaved plans against all that there are, and the plans that are proposed."""
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -9,10 +10,12 @@ from pytest import approx
 
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.estimate import estimate
+from hybridpipe.planning.cost.pass_times import with_pass_times
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.interleave import SLACKS, _cuts, interleaved_plans, slowest_stage
+from hybridpipe.planning.search.search import straight
 from hybridpipe.planning.simulator.predict import predict
-from tests.planning.helpers import free, layer, model
+from tests.planning.helpers import free, layer, model, search
 
 INTERLEAVED = 8, PlanRequest("interleaved-1f1b")
 SIXTEEN = model(*[layer(1, 2, parameters=100, output=10)] * 16)
@@ -111,3 +114,26 @@ def test_groups_of_three_are_tried_as_well_as_powers_of_two():
     assert {plan.replicas[0] for plan in plans} == {1, 2, 3}
     twelve = interleaved_plans(SIXTEEN, Cluster.flat(12, 1e3, 1e-3), *INTERLEAVED, range(12))
     assert {plan.replicas[0] for plan in twelve} == {1, 2, 3, 4, 6}
+
+
+def test_plans_in_a_v_have_pairs_of_stages_that_take_equally_long():
+    """Of 24 equal layers over eight ranks each rank has three, two of them in one of its stages."""
+    best = straight(model(*[layer(1, 2)] * 24), free(8), 8, 32, "zb-v")
+    assert best.placement == "v" and len(best.pass_times) == best.num_stages == 16
+    layers = [stage.stop - stage.start for stage in best.stages]
+    assert {a + b for a, b in zip(layers, reversed(layers), strict=True)} == {3}
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "v-half", "v-min"])
+def test_a_plan_in_a_v_is_ordered_by_the_times_of_its_own_stages(schedule):
+    """Whatever the search has done to a plan, also under a limit, where its stages recompute."""
+    profile = model(*[layer(1 + i % 3, 2 + i % 2, 10, 50, 400) for i in range(12)])
+    cluster = replace(Cluster.flat(4, 100.0, 0.1), memory_bytes=30_000)
+    free_of_limits = search(profile, replace(cluster, memory_bytes=None), 16, schedule=schedule)
+    peak = max(free_of_limits[0].plan.predicted.peak_memory_bytes)
+    limited = replace(cluster, memory_bytes=int(0.7 * peak))
+    for each in [*free_of_limits, *search(profile, limited, 16, schedule=schedule, recompute=True)]:
+        untimed = replace(each.plan, pass_times=None, predicted=None)
+        timed = with_pass_times(untimed, profile, cluster)
+        assert each.plan.pass_times in (timed.pass_times, None)
+    assert any(map(free_of_limits[0].plan.pass_times.count, free_of_limits[0].plan.pass_times))

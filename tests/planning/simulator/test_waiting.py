@@ -18,7 +18,7 @@ from hybridpipe.planning.schedules.instructions import (
     SendActivation,
     SendGradient,
 )
-from hybridpipe.planning.schedules.registry import SCHEDULES
+from hybridpipe.planning.schedules.registry import SCHEDULES, TRAITS
 from hybridpipe.planning.simulator.predict import predict, simulate
 from tests.planning.helpers import forward_programs, layer, model, plan, times
 
@@ -69,7 +69,7 @@ def test_gradients_of_shared_parameters_are_waited_for_too():
 
 
 @given(
-    st.sampled_from([each for each in SCHEDULES if each != "interleaved-1f1b"]),
+    st.sampled_from([each for each in SCHEDULES if not TRAITS[each].interleaves]),
     st.lists(st.integers(1, 3), min_size=1, max_size=4),
     st.integers(1, 8),
     st.integers(0, 30),
