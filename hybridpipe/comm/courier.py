@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hybridpipe.comm.mailbox import NO_SLOT, NOTE_BYTES, Mailbox, ReadSlot, read_note, write_note
@@ -279,8 +280,9 @@ def staged(
     Returns:
         the receive, and what returns the message on the GPU after it.
     """
-    room = lanes.room(len(buffer))
-    hosts, parts = parts_of(buffer), parts_of(room)
+    with torch.inference_mode(False):  # else another thread could not copy into it
+        room = lanes.room(len(buffer))
+        hosts, parts = parts_of(buffer), parts_of(room)
     copied: list[Point] = []
     pending = receive(buffer, peer, tag, lambda i: copied.append(lanes.start_copy_in(parts[i], hosts[i])))
     return pending, lambda: lanes.copied_in(room, copied)

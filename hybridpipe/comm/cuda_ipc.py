@@ -149,9 +149,9 @@ class _PairTrial:
         return b""
 
     def close(self) -> None:
-        """Let go of the other's memory, where it was read."""
-        if "_other_slot" in vars(self):
-            self._other_slot.close()
+        """Let go of the other's memory, where it was read, and of its event."""
+        for slot in vars(self).keys() & {"_slot", "_other_slot"}:
+            getattr(self, slot).close()
 
 
 def _numbers(num_bytes: int, rank: int, turn: int) -> Tensor:

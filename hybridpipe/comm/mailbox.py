@@ -55,6 +55,10 @@ class SentSlot:
         self._read.open(handle)
         self.is_free = True
 
+    def close(self) -> None:
+        """Let go of the reader's event."""
+        self._read = _Opened(self._lanes)
+
 
 class Mailbox:
     """The slots for one reader; a slot that is too small grows."""

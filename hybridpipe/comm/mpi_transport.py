@@ -67,7 +67,7 @@ class _Request:
     Args:
         large: True for a message that may go in fragments, which need frequent polls.
         what: description of the wait, for reports.
-        arrived: called once a message that was received is there.
+        arrived: called once a message that was received is there; what it raises, `wait` raises.
     """
 
     __slots__ = ("arrived", "buffer", "completed", "error", "large", "request", "transport", "what")
@@ -83,21 +83,24 @@ class _Request:
     ) -> None:
         self.request, self.buffer, self.transport, self.large = request, buffer, transport, large
         self.what, self.arrived = what, arrived
-        self.error: str | None = None
+        self.error: Exception | None = None
         self.completed = False
 
     def wait(self, on_slow: Callable[[], None] | None = None) -> None:
         if not self.completed:
             self.transport.wait_for(self, on_slow)
         if self.error is not None:
-            raise ProtocolError(self.error)
+            raise self.error
 
     def is_complete(self) -> bool:
         return self.completed
 
     def complete(self) -> None:
         if self.arrived is not None and self.error is None:
-            self.arrived()
+            try:
+                self.arrived()
+            except Exception as error:  # often in the progress thread, where nobody would see it
+                self.error = error
         self.buffer = self.arrived = None
         self.completed = True
 
@@ -410,7 +413,7 @@ class MpiTransport:
         what = pending.what
         assert isinstance(pending.buffer, Tensor) and what.tag is not None
         if arrived.num_bytes != what.num_bytes:
-            pending.error = (
+            pending.error = ProtocolError(
                 f"rank {what.peers[0]} sent {arrived.num_bytes} bytes with tag {what.tag} where the plan "
                 f"expects {what.num_bytes}; the message was not read"
             )

@@ -9,10 +9,12 @@ import torch
 
 from hybridpipe.comm import mpi_transport
 from hybridpipe.comm import transport as any_transport
+from hybridpipe.comm.courier import staged
 from hybridpipe.comm.messages import Buffers, ProtocolError
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MOST_ACTIVE, MpiTransport
 from hybridpipe.comm.status import rank_status
+from tests.late_cuda import LateLanes
 
 
 @pytest.fixture(
@@ -354,3 +356,33 @@ def test_a_part_of_another_size_is_not_told(transport):
         receiving.wait()
     assert arrived == []
     transport.receive(filled(200), 0, tag=3).wait()
+
+
+@pytest.mark.parametrize("num_bytes", [64, 5000])
+def test_what_a_callback_raises_is_raised_where_the_message_is_waited_for(transport, num_bytes):
+    """In the progress thread it ended the thread, and the wait for the message never ended."""
+
+    def fails(part: int) -> None:
+        raise RuntimeError("out of memory")
+
+    receiving = transport.receive(filled(num_bytes), 0, 3, fails)
+    transport.send(filled(num_bytes, 1), 0, tag=3)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        receiving.wait()
+    buffer = filled(8)
+    receiving = transport.receive(buffer, 0, tag=4)
+    transport.send(filled(8, 2), 0, tag=4)
+    receiving.wait()
+    assert torch.equal(buffer, filled(8, 2))
+
+
+def test_a_message_staged_in_inference_mode_may_be_copied_by_another_thread():
+    """An evaluation may run in inference mode, which holds for one thread: it never ended."""
+    lanes = LateLanes()
+    with MpiTransport(MPI.COMM_SELF.Dup()) as transport:
+        with torch.inference_mode(), lanes.cuda:
+            receiving, _ = staged(transport.receive, lanes, filled(5000), 0, 3)
+        transport.send(filled(5000, 7), 0, tag=3)
+        while not receiving.is_complete():  # the progress thread copies
+            time.sleep(1e-3)
+        receiving.wait()
