@@ -97,6 +97,7 @@ def partition(
     max_replicas: int | None = None,
     closely: bool = False,
     variants: Sequence[Variant] = (),
+    estimated: dict[Plan, Estimates] | None = None,
 ) -> list[Plan]:
     """Return plans with the least `estimate` that fit into memory, the best one first; empty if none fits.
 
@@ -111,10 +112,12 @@ def partition(
         closely: order them by `Estimates.closely`, by turns with the best of each number of stages.
         variants: the ways to run a stage by which cuts and ranks are chosen. Empty: the request's. What is
             found is run as it fits.
+        estimated: estimates that are known, to which those of further plans are added.
     """
     usable = tuple(range(cluster.num_ranks) if ranks is None else sorted(ranks))
     with np.errstate(over="ignore"):  # times beyond the largest number are infinite
         search = _Search(profile, cluster, num_microbatches, request, usable, max_replicas, variants)
+        search.estimates = search.estimates if estimated is None else estimated
         search.run()
     return search.most_promising() if closely else search.best_plans()
 

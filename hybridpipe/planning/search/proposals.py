@@ -78,6 +78,7 @@ def _partition(problem: Problem, count: int, max_replicas: int | None = None) ->
             max_replicas=max_replicas,
             closely=True,
             variants=variants,
+            estimated=problem.estimated,
         )[:count]
         for variants in ((), (request.leanest,))[: 1 + also]
     ]

@@ -17,11 +17,9 @@ ones, which change the mathematics.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.estimate import Estimates, estimate, estimates
+from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.cost.formula import compute_share, measured_speed, stage_costs, stage_speed
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction
@@ -51,6 +49,7 @@ __all__ = [
 ]
 
 EVERY_NUMBER = 16  # of ranks, below which the plans for all smaller numbers are searched for, too
+NUM_FILLED = 12  # plans that split backwards whose numbers are chosen, for each number of ranks
 TIE = 1e-9  # relative: times that differ by less are equal
 
 
@@ -131,19 +130,22 @@ def _searched(problems: Sequence[Problem]) -> list[Candidate]:
     found = ranked(_found(problems))
     if not found:
         raise NoPlanFits(how_far(problems[0]))
-    return ranked([*_filled(found, problems[0]), *found])  # first where equal: their pace is higher
+    return found
 
 
-def _filled(found: Sequence[Candidate], problem: Problem) -> Iterator[Candidate]:
-    """Yield the best plan that splits backwards with its numbers chosen, if it may then be the best."""
-    split = (each for each in found if each.plan.traits.splits_backward and each.plan.num_stages > 1)
-    for best in islice(split, 1):
-        profile = problem.profile.scaled_to(best.samples)
-        may_fit = partial(fits, profile=profile, cluster=problem.cluster)
-        if is_simulated(best.plan) and best.seconds_without_bubble < found[0].seconds:
-            plan = filled(best.plan, profile, problem.cluster, may_fit)
-            if plan is not None:
-                yield replace(best, plan=plan)
+def _filled(problem: Problem, candidates: Sequence[Candidate], outlook: "_Outlook") -> Iterator[Candidate]:
+    """Yield the best plans that split backwards with their numbers chosen, where they may then be the best.
+
+    The numbers change the order: of eight ranks with 1 Gbit/s some plans behind the first gain a fifth.
+    """
+    for each in sorted(candidates, key=lambda each: each.seconds)[:NUM_FILLED]:
+        may_gain = each.plan.num_stages > 1 and is_simulated(each.plan)
+        if not may_gain or each.seconds_without_bubble >= outlook.best:
+            continue
+        plan = filled(each.plan, problem.profile, problem.cluster, problem.fits)
+        if plan is not None:
+            outlook.best = min(outlook.best, seconds_of(plan))
+            yield replace(each, plan=plan)
 
 
 def _found(problems: Sequence[Problem]) -> list[Candidate]:
@@ -199,6 +201,9 @@ def _all_candidates(problems: Sequence[Problem], outlook: _Outlook) -> list[Cand
         if not problem.is_large and least <= FAR * outlook.best < math.inf:
             candidates += _refined(problem, candidates)
             outlook.best = min(outlook.best, *(each.seconds for each in candidates))
+    for problem, candidates in zip(problems, found, strict=True):
+        if problem.request.traits.splits_backward:  # first where equal: their pace is higher
+            candidates[:0] = list(_filled(problem, candidates, outlook))
     return [each for candidates in found for each in candidates]
 
 
@@ -309,7 +314,7 @@ def _candidates(problem: Problem, outlook: _Outlook) -> Iterator[Candidate]:
             continue
         known.add(plan)
         if origin in ("exact", "interleaved") and promised == math.inf:  # the first is the most promising
-            promised = _estimates(problem, plan).closely
+            promised = problem.estimates(plan).closely
             outlook.promised = min(outlook.promised, promised)
         is_baseline = origin in ("dp", "straight") and not problem.is_alternative
         candidate = _judged(problem, origin, plan, math.inf if is_baseline else outlook.best)
@@ -324,33 +329,37 @@ def _candidates(problem: Problem, outlook: _Outlook) -> Iterator[Candidate]:
             yield candidate
 
 
-def _estimates(problem: Problem, plan: Plan) -> Estimates:
-    costs = stage_costs(problem.profile, plan, measured_speed(problem.profile, problem.cluster))
-    return estimates(plan, costs, problem.cluster)
-
-
 def _judged(problem: Problem, origin: str, plan: Plan, best: float) -> Candidate | None:
     """Return a plan that fits, with its prediction; None if it is far behind the best."""
     profile, cluster = problem.profile, problem.cluster
-    if best < math.inf and least_seconds(plan, profile, cluster) > best * (1 + TIE):
-        return None
-    predicted = with_prediction(plan, profile, cluster, FAR * best)
-    candidate = Candidate(origin, predicted, profile.samples)
+    if best < math.inf:
+        least = least_seconds(plan, profile, cluster, problem.estimates(plan))
+        if least > best * (1 + TIE):
+            return None
+    candidate = Candidate(origin, _predicted(problem, plan, FAR * best), profile.samples)
     return candidate if candidate.seconds < math.inf else None
+
+
+def _predicted(problem: Problem, plan: Plan, limit: float) -> Plan:
+    """Return `with_prediction`, simulated at most once but for a larger limit."""
+    until, found = problem.simulated.get(plan, (-math.inf, plan))
+    if until < limit and (found.predicted is None or seconds_of(found) == math.inf):
+        found = with_prediction(plan, problem.profile, problem.cluster, limit)
+        problem.simulated[plan] = limit, found
+    return found
 
 
 def _refined(
     problem: Problem, candidates: Sequence[Candidate], max_replicas: float = math.inf
 ) -> list[Candidate]:
     """Return the neighbours of the best candidates that `refine` simulates."""
-    profile, cluster = problem.profile, problem.cluster
     found: list[Candidate] = []
 
     def expect(plan: Plan) -> float:
-        return _estimates(problem, plan).closely if max(plan.replicas) <= max_replicas else math.inf
+        return problem.estimates(plan).closely if max(plan.replicas) <= max_replicas else math.inf
 
     def simulate(plan: Plan, limit: float) -> float:
-        candidate = Candidate("near", with_prediction(plan, profile, cluster, limit), profile.samples)
+        candidate = Candidate("near", _predicted(problem, plan, limit), problem.profile.samples)
         found.append(candidate)
         return candidate.seconds
 
