@@ -28,10 +28,16 @@ from hybridpipe.planning.request import AUTO, DEFAULT_REQUEST, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
 from hybridpipe.planning.search.advice import how_far
-from hybridpipe.planning.search.bound import least_seconds
-from hybridpipe.planning.search.fill import filled
+from hybridpipe.planning.search.bound import FASTER, least_seconds
+from hybridpipe.planning.search.fill import filled, tuned
 from hybridpipe.planning.search.problem import Problem, fits, problems_of, short_name
-from hybridpipe.planning.search.proposals import every_straight, one_stage, proposals, straight_plans
+from hybridpipe.planning.search.proposals import (
+    every_straight,
+    one_stage,
+    partition_plans,
+    proposals,
+    straight_plans,
+)
 from hybridpipe.planning.search.refine import FAR, refine
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 
@@ -50,6 +56,8 @@ __all__ = [
 
 EVERY_NUMBER = 16  # of ranks, below which the plans for all smaller numbers are searched for, too
 NUM_FILLED = 12  # plans that split backwards whose numbers are chosen, for each number of ranks
+SMALL = 1500  # layers times ranks; beyond, twice the programs take twice the time
+TIGHT, NUM_TIGHT = 0.9, 8  # part of the best plan's memory, and plans that need less
 TIE = 1e-9  # relative: times that differ by less are equal
 
 
@@ -138,12 +146,15 @@ def _filled(problem: Problem, candidates: Sequence[Candidate], outlook: "_Outloo
 
     The numbers change the order: of eight ranks with 1 Gbit/s some plans behind the first gain a fifth.
     """
-    for each in sorted(candidates, key=lambda each: each.seconds)[:NUM_FILLED]:
-        may_gain = each.plan.num_stages > 1 and is_simulated(each.plan)
-        if not may_gain or each.seconds_without_bubble >= outlook.best:
+    count = 1 if problem.is_large else NUM_FILLED  # where a simulation takes seconds
+    several = (each for each in candidates if each.plan.num_stages > 1 and is_simulated(each.plan))
+    for each in sorted(several, key=lambda each: each.seconds)[:count]:
+        if each.seconds_without_bubble >= outlook.best:
             continue
         plan = filled(each.plan, problem.profile, problem.cluster, problem.fits)
         if plan is not None:
+            if seconds_of(plan) < outlook.best and not problem.is_large:
+                plan = tuned(plan, problem.profile, problem.cluster, problem.fits)
             outlook.best = min(outlook.best, seconds_of(plan))
             yield replace(each, plan=plan)
 
@@ -199,12 +210,39 @@ def _all_candidates(problems: Sequence[Problem], outlook: _Outlook) -> list[Cand
     for problem, candidates in zip(problems, found, strict=True):
         least = min((each.seconds for each in candidates), default=math.inf)
         if not problem.is_large and least <= FAR * outlook.best < math.inf:
+            candidates += _tight(problem, candidates, outlook)
             candidates += _refined(problem, candidates)
             outlook.best = min(outlook.best, *(each.seconds for each in candidates))
     for problem, candidates in zip(problems, found, strict=True):
         if problem.request.traits.splits_backward:  # first where equal: their pace is higher
             candidates[:0] = list(_filled(problem, candidates, outlook))
     return [each for candidates in found for each in candidates]
+
+
+def _tight(problem: Problem, candidates: Sequence[Candidate], outlook: _Outlook) -> Iterator[Candidate]:
+    """Yield plans that need less memory than the best one, where memory is not limited.
+
+    They are the formula's best among other plans. It errs alike for those that are much alike, so of the
+    runners-up without a limit many are slow where the first one is.
+    """
+    traits = problem.request.traits
+    if problem.is_limited or problem.size > SMALL:
+        return
+    if not traits.has_warm_up or traits.interleaves or traits.splits_backward:
+        return
+    best = min(candidates, key=lambda each: each.seconds)
+    pipelines = (each.seconds for each in candidates if each.plan.num_stages > 1)
+    if min(pipelines, default=math.inf) > FASTER * best.seconds:
+        return
+    assert best.plan.predicted is not None
+    peak = max(best.plan.predicted.peak_memory_bytes)
+    known = {replace(each.plan, predicted=None) for each in candidates}
+    limited = replace(problem.cluster, memory_bytes=max(1, int(TIGHT * peak)))
+    for plan in partition_plans(replace(problem, cluster=limited), NUM_TIGHT, briefly=True):
+        candidate = None if plan in known else _judged(problem, "exact", plan, outlook.best)
+        if candidate is not None:
+            outlook.best = min(outlook.best, candidate.seconds)
+            yield candidate
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
