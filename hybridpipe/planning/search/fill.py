@@ -56,6 +56,36 @@ def filled(plan: Plan, profile: ModelProfile, cluster: Cluster, fits: Callable[[
     return best
 
 
+def tuned(plan: Plan, profile: ModelProfile, cluster: Cluster, fits: Callable[[Plan], bool]) -> Plan:
+    """Return a plan of `filled` with its numbers changed step by step while its slowest rank gains.
+
+    On slow links the numbers that are needed are not the best: more messages meet, and a late weight gradient
+    delays the next forward.
+    """
+    best, least = plan, _slowest_rank(plan, profile, cluster)[0]
+    tried: set[tuple[int, int]] = set()
+    while steps := [step for step in _steps(best) if step not in tried]:
+        before = least
+        for count, late in steps:
+            tried.add((count, late))
+            made = replace(best, in_flight=count, weight_lag=late, predicted=None)
+            if fits(made):
+                seconds, prediction = _slowest_rank(made, profile, cluster)
+                if seconds < least * (1 - TIE):
+                    best, least = replace(made, predicted=prediction), seconds
+        if least == before:
+            break
+    return best
+
+
+def _steps(plan: Plan) -> Iterator[tuple[int, int]]:
+    """Yield the plan's two numbers, one of them a quarter less or more, or half of it."""
+    count, late = plan.in_flight, plan.weight_lag
+    assert count is not None and late is not None
+    yield from ((each, late) for each in (max(2, ceil_div(3 * count, 4)), ceil_div(5 * count, 4)))
+    yield from ((count, each) for each in (late // 2, late * 3 // 2))
+
+
 def _slowest_rank(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[float, Prediction]:
     timeline, prediction = predict(plan, profile, cluster)
     return timeline.slowest_rank_seconds, prediction
@@ -65,7 +95,8 @@ def _lags(plan: Plan, needed: int, fullest: int, fits: Callable[[Plan], bool]) -
     """Yield the lags to try, each once."""
     longest = needed + int(plan.num_stages * BEYOND[-1])
     most = _most(range(min(longest, fullest) + 1), lambda late: fits(replace(plan, weight_lag=late)))
-    yield from sorted({min(needed + int(plan.num_stages * share), most) for share in BEYOND} - {-1})
+    wanted = {0, *(needed + int(plan.num_stages * share) for share in BEYOND)}
+    yield from sorted({min(late, most) for late in wanted} - {-1})
 
 
 def _needed(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[int, int]:

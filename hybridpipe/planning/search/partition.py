@@ -97,6 +97,8 @@ def partition(
     max_replicas: int | None = None,
     closely: bool = False,
     variants: Sequence[Variant] = (),
+    estimated: dict[Plan, Estimates] | None = None,
+    briefly: bool = False,
 ) -> list[Plan]:
     """Return plans with the least `estimate` that fit into memory, the best one first; empty if none fits.
 
@@ -111,10 +113,14 @@ def partition(
         closely: order them by `Estimates.closely`, by turns with the best of each number of stages.
         variants: the ways to run a stage by which cuts and ranks are chosen. Empty: the request's. What is
             found is run as it fits.
+        estimated: estimates that are known, to which those of further plans are added.
+        briefly: only along the front of the formula itself, in about half of the time.
     """
     usable = tuple(range(cluster.num_ranks) if ranks is None else sorted(ranks))
     with np.errstate(over="ignore"):  # times beyond the largest number are infinite
         search = _Search(profile, cluster, num_microbatches, request, usable, max_replicas, variants)
+        search.is_brief = briefly
+        search.estimates = search.estimates if estimated is None else estimated
         search.run()
     return search.most_promising() if closely else search.best_plans()
 
@@ -163,6 +169,7 @@ class _Search:
         alike = len({(cluster.speed(rank), cluster.memory(rank)) for rank in ranks}) == 1
         self.compares_lines = alike and request.traits.whole_minibatch  # see `walk_asynchronous`
         self.reached = self.beaten = math.inf  # least maximum of plans on all lines, on earlier ones
+        self.is_brief = False
         self.too_few = 0  # counts of microbatches in flight that let plans pass which do not fit
 
     @property
@@ -368,6 +375,8 @@ class _Search:
             yield from self.walk_asynchronous(program)
             return
         yield from self.walk_front(program, lambda: self.best_seconds)
+        if self.is_brief:
+            return
         late = max(self.closest.late, self.estimates[self.best.plan].late if self.best else 0.0)
         limits = [part * late for part in LATE if late >= WORTH_HURRYING * self.closest.closely]
         if self.is_slow:

@@ -4,9 +4,10 @@ Not known here: candidates. Invariant: a problem that exists is small enough to 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hybridpipe.planning.cluster import Cluster
+from hybridpipe.planning.cost.estimate import Estimates, estimates
 from hybridpipe.planning.cost.formula import measured_speed, stage_costs
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.cost.pass_times import with_pass_times
@@ -39,6 +40,10 @@ class Problem:
     num_ranks: int
     request: PlanRequest  # under one schedule
     is_alternative: bool = False  # to the simplest schedule
+    # Figures of plans, also those of the same problem with fewer ranks or without a limit: they do not depend
+    # on the ranks and the memory that a plan leaves. Simulations come with the limit that they had.
+    estimated: dict[Plan, Estimates] = field(default_factory=dict, repr=False, compare=False)
+    simulated: dict[Plan, tuple[float, Plan]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_ranks > self.cluster.num_ranks:
@@ -74,6 +79,14 @@ class Problem:
     def without_limit(self) -> "Problem":
         """Return the problem with unlimited memory."""
         return replace(self, cluster=replace(self.cluster, memory_bytes=None))
+
+    def estimates(self, plan: Plan) -> Estimates:
+        """Return the estimates of a plan."""
+        found = self.estimated.get(plan)
+        if found is None:
+            costs = stage_costs(self.profile, plan, measured_speed(self.profile, self.cluster))
+            found = self.estimated[plan] = estimates(plan, costs, self.cluster)
+        return found
 
     def fits(self, plan: Plan) -> bool:
         """Return `fits` of a plan for this problem."""
@@ -142,5 +155,7 @@ def fits(plan: Plan, profile: ModelProfile, cluster: Cluster) -> bool:
 
 def excess(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     """Return the largest ratio of a rank's peak to its limit."""
+    if cluster.memory_bytes is None:
+        return 0.0
     peaks = peak_memory_bytes(profile, plan)
     return max(peak / max(cluster.memory(rank), 1) for rank, peak in zip(plan.ranks, peaks, strict=True))

@@ -56,11 +56,13 @@ def _proposed(problem: Problem) -> Iterator[tuple[str, Plan]]:
     yield from (("straight", plan) for plan in in_line[:1])
     count = NUM_EXACT_OF_LARGE if problem.is_large else NUM_EXACT
     count = NUM_EXACT_ASYNCHRONOUS if problem.request.traits.is_asynchronous else count
-    for exact in _partition(problem, count) + in_line[1:]:
+    for exact in partition_plans(problem, count) + in_line[1:]:
         yield "exact", exact
 
 
-def _partition(problem: Problem, count: int, max_replicas: int | None = None) -> list[Plan]:
+def partition_plans(
+    problem: Problem, count: int, max_replicas: int | None = None, *, briefly: bool = False
+) -> list[Plan]:
     """Return the first plans of `partition`, by turns with those that it finds if all stages recompute.
 
     All are run as they fit. The second ones are even in another way, where the formula errs differently: by
@@ -78,6 +80,8 @@ def _partition(problem: Problem, count: int, max_replicas: int | None = None) ->
             max_replicas=max_replicas,
             closely=True,
             variants=variants,
+            estimated=problem.estimated,
+            briefly=briefly,
         )[:count]
         for variants in ((), (request.leanest,))[: 1 + also]
     ]
@@ -114,7 +118,7 @@ def straight_plans(problem: Problem) -> list[Plan]:
         plans = _interleaved(problem, max_replicas=1)
         plans = [problem.timed(plan) for plan in plans if problem.fits(plan)]
     else:
-        plans = _partition(problem, NUM_EXACT_ASYNCHRONOUS, max_replicas=1)
+        plans = partition_plans(problem, NUM_EXACT_ASYNCHRONOUS, max_replicas=1)
     longer = [plan for plan in plans if plan.num_stages > 1]
     traits = problem.request.traits
     few = NUM_INTERLEAVED if traits.takes_pass_times else 1

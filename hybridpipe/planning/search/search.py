@@ -17,11 +17,9 @@ ones, which change the mathematics.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
 
 from hybridpipe.planning.cluster import Cluster
-from hybridpipe.planning.cost.estimate import Estimates, estimate, estimates
+from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.cost.formula import compute_share, measured_speed, stage_costs, stage_speed
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction
@@ -30,10 +28,16 @@ from hybridpipe.planning.request import AUTO, DEFAULT_REQUEST, PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS
 from hybridpipe.planning.search.advice import how_far
-from hybridpipe.planning.search.bound import least_seconds
-from hybridpipe.planning.search.fill import filled
+from hybridpipe.planning.search.bound import FASTER, least_seconds
+from hybridpipe.planning.search.fill import filled, tuned
 from hybridpipe.planning.search.problem import Problem, fits, problems_of, short_name
-from hybridpipe.planning.search.proposals import every_straight, one_stage, proposals, straight_plans
+from hybridpipe.planning.search.proposals import (
+    every_straight,
+    one_stage,
+    partition_plans,
+    proposals,
+    straight_plans,
+)
 from hybridpipe.planning.search.refine import FAR, refine
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 
@@ -51,6 +55,9 @@ __all__ = [
 ]
 
 EVERY_NUMBER = 16  # of ranks, below which the plans for all smaller numbers are searched for, too
+NUM_FILLED = 12  # plans that split backwards whose numbers are chosen, for each number of ranks
+SMALL = 1500  # layers times ranks; beyond, twice the programs take twice the time
+TIGHT, NUM_TIGHT = 0.9, 8  # part of the best plan's memory, and plans that need less
 TIE = 1e-9  # relative: times that differ by less are equal
 
 
@@ -131,19 +138,25 @@ def _searched(problems: Sequence[Problem]) -> list[Candidate]:
     found = ranked(_found(problems))
     if not found:
         raise NoPlanFits(how_far(problems[0]))
-    return ranked([*_filled(found, problems[0]), *found])  # first where equal: their pace is higher
+    return found
 
 
-def _filled(found: Sequence[Candidate], problem: Problem) -> Iterator[Candidate]:
-    """Yield the best plan that splits backwards with its numbers chosen, if it may then be the best."""
-    split = (each for each in found if each.plan.traits.takes_lags and each.plan.num_stages > 1)
-    for best in islice(split, 1):
-        profile = problem.profile.scaled_to(best.samples)
-        may_fit = partial(fits, profile=profile, cluster=problem.cluster)
-        if is_simulated(best.plan) and best.seconds_without_bubble < found[0].seconds:
-            plan = filled(best.plan, profile, problem.cluster, may_fit)
-            if plan is not None:
-                yield replace(best, plan=plan)
+def _filled(problem: Problem, candidates: Sequence[Candidate], outlook: "_Outlook") -> Iterator[Candidate]:
+    """Yield the best plans that split backwards with their numbers chosen, where they may then be the best.
+
+    The numbers change the order: of eight ranks with 1 Gbit/s some plans behind the first gain a fifth.
+    """
+    count = 1 if problem.is_large else NUM_FILLED  # where a simulation takes seconds
+    several = (each for each in candidates if each.plan.num_stages > 1 and is_simulated(each.plan))
+    for each in sorted(several, key=lambda each: each.seconds)[:count]:
+        if each.seconds_without_bubble >= outlook.best:
+            continue
+        plan = filled(each.plan, problem.profile, problem.cluster, problem.fits)
+        if plan is not None:
+            if seconds_of(plan) < outlook.best and not problem.is_large:
+                plan = tuned(plan, problem.profile, problem.cluster, problem.fits)
+            outlook.best = min(outlook.best, seconds_of(plan))
+            yield replace(each, plan=plan)
 
 
 def _found(problems: Sequence[Problem]) -> list[Candidate]:
@@ -197,9 +210,39 @@ def _all_candidates(problems: Sequence[Problem], outlook: _Outlook) -> list[Cand
     for problem, candidates in zip(problems, found, strict=True):
         least = min((each.seconds for each in candidates), default=math.inf)
         if not problem.is_large and least <= FAR * outlook.best < math.inf:
+            candidates += _tight(problem, candidates, outlook)
             candidates += _refined(problem, candidates)
             outlook.best = min(outlook.best, *(each.seconds for each in candidates))
+    for problem, candidates in zip(problems, found, strict=True):
+        if problem.request.traits.takes_lags:  # first where equal: their pace is higher
+            candidates[:0] = list(_filled(problem, candidates, outlook))
     return [each for candidates in found for each in candidates]
+
+
+def _tight(problem: Problem, candidates: Sequence[Candidate], outlook: _Outlook) -> Iterator[Candidate]:
+    """Yield plans that need less memory than the best one, where memory is not limited.
+
+    They are the formula's best among other plans. It errs alike for those that are much alike, so of the
+    runners-up without a limit many are slow where the first one is.
+    """
+    traits = problem.request.traits
+    if problem.is_limited or problem.size > SMALL:
+        return
+    if not traits.has_warm_up or traits.interleaves or traits.splits_backward:
+        return
+    best = min(candidates, key=lambda each: each.seconds)
+    pipelines = (each.seconds for each in candidates if each.plan.num_stages > 1)
+    if min(pipelines, default=math.inf) > FASTER * best.seconds:
+        return
+    assert best.plan.predicted is not None
+    peak = max(best.plan.predicted.peak_memory_bytes)
+    known = {replace(each.plan, predicted=None) for each in candidates}
+    limited = replace(problem.cluster, memory_bytes=max(1, int(TIGHT * peak)))
+    for plan in partition_plans(replace(problem, cluster=limited), NUM_TIGHT, briefly=True):
+        candidate = None if plan in known else _judged(problem, "exact", plan, outlook.best)
+        if candidate is not None:
+            outlook.best = min(outlook.best, candidate.seconds)
+            yield candidate
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -309,7 +352,7 @@ def _candidates(problem: Problem, outlook: _Outlook) -> Iterator[Candidate]:
             continue
         known.add(plan)
         if origin in ("exact", "interleaved") and promised == math.inf:  # the first is the most promising
-            promised = _estimates(problem, plan).closely
+            promised = problem.estimates(plan).closely
             outlook.promised = min(outlook.promised, promised)
         is_baseline = origin in ("dp", "straight") and not problem.is_alternative
         candidate = _judged(problem, origin, plan, math.inf if is_baseline else outlook.best)
@@ -324,33 +367,37 @@ def _candidates(problem: Problem, outlook: _Outlook) -> Iterator[Candidate]:
             yield candidate
 
 
-def _estimates(problem: Problem, plan: Plan) -> Estimates:
-    costs = stage_costs(problem.profile, plan, measured_speed(problem.profile, problem.cluster))
-    return estimates(plan, costs, problem.cluster)
-
-
 def _judged(problem: Problem, origin: str, plan: Plan, best: float) -> Candidate | None:
     """Return a plan that fits, with its prediction; None if it is far behind the best."""
     profile, cluster = problem.profile, problem.cluster
-    if best < math.inf and least_seconds(plan, profile, cluster) > best * (1 + TIE):
-        return None
-    predicted = with_prediction(plan, profile, cluster, FAR * best)
-    candidate = Candidate(origin, predicted, profile.samples)
+    if best < math.inf:
+        least = least_seconds(plan, profile, cluster, problem.estimates(plan))
+        if least > best * (1 + TIE):
+            return None
+    candidate = Candidate(origin, _predicted(problem, plan, FAR * best), profile.samples)
     return candidate if candidate.seconds < math.inf else None
+
+
+def _predicted(problem: Problem, plan: Plan, limit: float) -> Plan:
+    """Return `with_prediction`, simulated at most once but for a larger limit."""
+    until, found = problem.simulated.get(plan, (-math.inf, plan))
+    if until < limit and (found.predicted is None or seconds_of(found) == math.inf):
+        found = with_prediction(plan, problem.profile, problem.cluster, limit)
+        problem.simulated[plan] = limit, found
+    return found
 
 
 def _refined(
     problem: Problem, candidates: Sequence[Candidate], max_replicas: float = math.inf
 ) -> list[Candidate]:
     """Return the neighbours of the best candidates that `refine` simulates."""
-    profile, cluster = problem.profile, problem.cluster
     found: list[Candidate] = []
 
     def expect(plan: Plan) -> float:
-        return _estimates(problem, plan).closely if max(plan.replicas) <= max_replicas else math.inf
+        return problem.estimates(plan).closely if max(plan.replicas) <= max_replicas else math.inf
 
     def simulate(plan: Plan, limit: float) -> float:
-        candidate = Candidate("near", with_prediction(plan, profile, cluster, limit), profile.samples)
+        candidate = Candidate("near", _predicted(problem, plan, limit), problem.profile.samples)
         found.append(candidate)
         return candidate.seconds
 

@@ -70,6 +70,8 @@ def fitted(
 
 def fits_memory(plan: Plan, profile: ModelProfile, cluster: Cluster) -> bool:
     """True if every rank has the memory that it needs at its peak."""
+    if cluster.memory_bytes is None:
+        return True
     peaks = zip(plan.stages, group_peaks(profile, plan), strict=False)
     return all(peak <= cluster.memory(rank) for stage, peak in peaks for rank in stage.ranks)
 

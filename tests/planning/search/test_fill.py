@@ -5,7 +5,7 @@ import pytest
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.memory import peak_memory_bytes
-from hybridpipe.planning.search.fill import filled
+from hybridpipe.planning.search.fill import filled, tuned
 from hybridpipe.planning.search.search import fits
 from hybridpipe.planning.simulator.predict import predict
 from tests.planning.helpers import free, layer, model, plan, search
@@ -74,3 +74,40 @@ def test_of_equally_long_plans_the_one_of_the_higher_pace_is_first():
     best, other, *_ = search(profile, Cluster.flat(4, 100.0, 0.0), 32, schedule="zero-bubble")
     assert best.seconds == pytest.approx(other.seconds)
     assert (best.plan.in_flight, other.plan.in_flight) == (7, None)
+
+
+def test_the_numbers_are_chosen_for_more_plans_than_the_best_without_them():
+    """Without numbers three replicas of all layers are faster than any two stages."""
+    rows = [(2, 40, 100), (3, 0, 400), (2, 0, 100), (1, 40, 200), (2, 400, 100)]
+    layers = [replace(layer(each, 2 * each, *sizes), weight_seconds=each) for each, *sizes in rows]
+    best, *others = search(model(*layers), Cluster.flat(4, 100.0, 0.0), 6, schedule="zero-bubble")
+    without = [each for each in others if each.plan.in_flight is None]
+    assert (best.plan.name, best.plan.in_flight, best.plan.weight_lag) == ("2-2", 3, 3)
+    assert without[0].plan.name == "3" and best.seconds < 0.9 * without[0].seconds
+
+
+def test_where_messages_meet_fewer_in_flight_are_faster_than_a_bubble_needs():
+    """A message takes as long as a forward and a half."""
+    profile = model(*[replace(EQUAL.layers[0], output_bytes=150)] * 3)
+    cluster = Cluster.flat(3, 100.0, 0.0)
+    needed = fill(plan([1] * 3, 16, "zero-bubble"), profile, cluster)
+    assert (needed.in_flight, needed.weight_lag) == (11, 0)  # a lag delays forwards that others wait for
+    found = tuned(needed, profile, cluster, lambda _: True)
+    assert (found.in_flight, found.weight_lag) == (5, 0) and found.predicted.minibatch_seconds == 59.0
+    every = [replace(needed, in_flight=n, weight_lag=late) for n in (3, 4, 6, 8, 16) for late in (0, 2, 5, 9)]
+    assert min(predict(each, profile, cluster)[1].minibatch_seconds for each in every) > 58
+
+
+def test_tuned_numbers_fit_into_memory():
+    profile = model(*[replace(EQUAL.layers[0], output_bytes=200)] * 2)
+    needed = fill(plan([1] * 2, 16, "zero-bubble"), profile, Cluster.flat(2, 100.0, 0.0))
+    free_lag = tuned(needed, profile, Cluster.flat(2, 100.0, 0.0), lambda _: True).weight_lag
+    assert free_lag > needed.weight_lag
+    held = tuned(needed, profile, Cluster.flat(2, 100.0, 0.0), lambda each: each.weight_lag < free_lag)
+    assert held.weight_lag < free_lag
+
+
+def test_a_search_tunes_the_numbers_of_its_best():
+    profile = model(*[replace(EQUAL.layers[0], output_bytes=150, parameter_bytes=10**4)] * 3)
+    best = search(profile, Cluster.flat(3, 100.0, 0.0), 16, schedule="zero-bubble")[0]
+    assert best.plan.in_flight == 5 and best.seconds == pytest.approx(59.0)

@@ -1,6 +1,9 @@
+import math
 import random
 import time
+from collections import Counter
 from dataclasses import replace
+from itertools import combinations, pairwise, product
 
 import pytest
 from pytest import approx
@@ -443,3 +446,52 @@ def test_no_straight_pipeline_is_faster(cluster, schedule, count):
         assert best <= seconds * (1 + 1e-9) and best_straight <= seconds * (1 + 1e-9)
         seen += 1
     assert seen == 2**6 - 1  # every set of cuts but the empty one
+
+
+FORWARD_AND_BYTES = {  # of weights, outputs and activations
+    "1-2-1": [(1, 0, 200, 0), (1, 400, 20, 0), (3, 0, 100, 100), (2, 400, 100, 200)],
+    "2-1-1": [(3, 0, 400, 100), (3, 0, 200, 100), (2, 400, 20, 100), (1, 400, 100, 100), (3, 40, 200, 100)],
+    "1-2": [(1, 400, 100, 0), (1, 0, 20, 100), (3, 400, 20, 0), (1, 0, 400, 200)],
+}
+
+
+@pytest.mark.parametrize(
+    "name, num_ranks, schedule", [("1-2-1", 4, "pipedream"), ("2-1-1", 4, "pipedream"), ("1-2", 3, "1f1b")]
+)
+def test_the_fastest_of_all_plans_is_found_among_those_of_less_memory(name, num_ranks, schedule):
+    """The formula's best plans are alike, and slow: replicas of a later stage pause for their all-reduce."""
+    profile = model(*(layer(forward, 2 * forward, *sizes) for forward, *sizes in FORWARD_AND_BYTES[name]))
+    cluster, count = Cluster.flat(num_ranks, 100.0, 0.0), 1 if schedule == "pipedream" else 8
+    best = search(profile, cluster, count, schedule=schedule)[0]
+    every = every_plan(profile.num_layers, num_ranks, schedule, count)
+    fastest = min(with_prediction(plan, profile, cluster).predicted.minibatch_seconds for plan in every)
+    assert best.plan.name == name and best.seconds == pytest.approx(fastest)
+
+
+def every_plan(num_layers, num_ranks, schedule, count):
+    """All cuts and numbers of replicas, on the first ranks."""
+    for used in range(1, num_ranks + 1):
+        for stages in range(1, min(used, num_layers) + 1):
+            borders, cuts = (
+                combinations(range(1, used), stages - 1),
+                combinations(range(1, num_layers), stages - 1),
+            )
+            for between, inner in product(borders, cuts):
+                replicas = [b - a for a, b in pairwise((0, *between, used))]
+                spans = pairwise((0, *inner, num_layers))
+                specs = (StageSpec(*span, m) for span, m in zip(spans, replicas, strict=True))
+                yield Plan(tuple(specs), schedule, count)
+
+
+def test_no_plan_is_simulated_twice_to_its_end(monkeypatch):
+    """The searches on fewer ranks meet many plans again."""
+    ends = Counter()
+
+    def counted(plan, profile, cluster, limit=math.inf):
+        timeline, prediction = predict(plan, profile, cluster, limit)
+        ends[plan] += prediction.minibatch_seconds < math.inf
+        return timeline, prediction
+
+    monkeypatch.setattr(search_module, "predict", counted)
+    search(convolutional(6, 1), Cluster.flat(6, 1e8, 1e-4), 12)
+    assert len(ends) > 10 and max(ends.values()) == 1
