@@ -17,6 +17,7 @@ from hybridpipe.measure.stopwatch import Took
 from hybridpipe.model.layers import layers_of
 from hybridpipe.model.precision import Precision
 from hybridpipe.planning.profile import SharedParameter
+from hybridpipe.stage import wgrad
 from tests.stage.helpers import Call, OnFirst, fork, join
 
 FLOAT, LONG = 4, 8  # bytes
@@ -31,6 +32,12 @@ MATRIX_PRODUCTS = {
 @pytest.fixture(autouse=True)
 def few_repeats(monkeypatch):
     monkeypatch.setattr(module, "MAX_REPEATS", 3)
+
+
+@pytest.fixture(autouse=True)
+def batched_from_512_x_512_on(monkeypatch):
+    """Smaller weights than in a training, so that tests are quick."""
+    monkeypatch.setattr(wgrad, "LEAST_ELEMENTS", 512 * 512)
 
 
 class CountingStopwatch(TorchDispatchMode):

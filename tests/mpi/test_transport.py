@@ -11,6 +11,7 @@ OVER_TCP = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"}
 WAYS = pytest.mark.parametrize("env", [WITHOUT_SINGLE_COPY, OVER_TCP], ids=["copied", "tcp"])
 
 
+@pytest.mark.alone
 @WAYS
 @pytest.mark.parametrize("work", ["torch", "python"])
 def test_a_large_message_does_not_wait_for_the_senders_computation(job, work, env):
