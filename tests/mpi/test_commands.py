@@ -48,7 +48,7 @@ train small.toml --plan gap.json
 train small.toml --plan extra.json
     extra.json: stages[0].replica: unknown field (did you mean 'replicas'?
 train small.toml --plan schedule.json
-    schedule.json: schedule: must be one of 1f1b, gpipe, interleaved-1f1b, zero-bubble, zb-v, v-half, v-min, pipedream,
+    schedule.json: schedule: must be one of 1f1b, gpipe, interleaved-1f1b, zero-bubble, zb-v,
 train small.toml --plan huge.json
     huge.json: stages[0].replicas: must be an integer <= 1048576
 train small.toml --resume-changed
@@ -72,7 +72,7 @@ train small.toml --set model.args.widht=3
 train small.toml --set optimizer.args.lrr=3
     did you mean 'lr'?
 train small.toml --set plan.schedule=2f2b
-    plan.schedule: must be one of auto, 1f1b, gpipe, interleaved-1f1b, zero-bubble, zb-v, v-half, v-min, pipedream,
+    plan.schedule: must be one of auto, 1f1b, gpipe, interleaved-1f1b, zero-bubble, zb-v,
 plan --profile negative.json --cluster c.json
     layers[0].forward_seconds: must be a finite number >= 0, got -1
 plan --profile p.json --cluster gap.json
