@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridpipe.comm.mailbox import NO_SLOT, NOTE_BYTES, Mailbox, ReadSlot, read_note, write_note
 from hybridpipe.comm.messages import ProtocolError, Spec, pack, present, views, write_head
-from hybridpipe.comm.transport import Pending, Transport, parts_of
+from hybridpipe.comm.transport import READ_TAG, Pending, Transport, parts_of
 from hybridpipe.device import GpuLanes, Lanes, Point
 from hybridpipe.planning.cost.memory import LOOK_AHEAD
 
@@ -22,8 +22,6 @@ Content = Sequence[Tensor | None]
 Header = Sequence[int]
 
 HEADER_NAMES = ("kind", "step", "microbatch", "stage", "form")
-
-READ_TAG = 2**15 - 2  # of notes that a slot was read; no message has it (`p2p`)
 
 
 class Arriving(NamedTuple):

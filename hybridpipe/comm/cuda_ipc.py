@@ -37,6 +37,11 @@ class _Gpu(NamedTuple):
     seen: tuple[str, ...]
 
 
+def asked_for(world: MPI.Comm) -> bool:
+    """Return True if a rank asks for it. Collective."""
+    return bool(world.allreduce(os.environ.get(WANTED, "0") not in ("", "0"), op=MPI.LOR))
+
+
 def neighbours(plan: Plan, holders: Iterable[Collection[int]]) -> set[Pair]:
     """Return the pairs of ranks that exchange messages under a plan.
 
@@ -53,7 +58,7 @@ def neighbours(plan: Plan, holders: Iterable[Collection[int]]) -> set[Pair]:
             for replica, rank in enumerate(plan.stages[group].ranks):
                 targets = peers_of(plan, Place(group, replica), other).targets
                 pairs |= {(rank, target) for target in targets}
-    return {_pair(*pair) for pair in pairs if pair[0] != pair[1]}
+    return {_pair(one, other) for one, other in pairs if one != other}
 
 
 def readers(world: MPI.Comm, lanes: Lanes, pairs: Collection[Pair]) -> frozenset[int]:
@@ -64,9 +69,8 @@ def readers(world: MPI.Comm, lanes: Lanes, pairs: Collection[Pair]) -> frozenset
     Args:
         pairs: ranks that exchange messages; the same on all ranks. Those of one host are tried.
     """
-    on_gpu = isinstance(lanes, GpuLanes) and os.environ.get(WANTED, "0") not in ("", "0")
+    gpus = world.allgather(_Gpu(lanes.device, visible_gpus()) if isinstance(lanes, GpuLanes) else None)
     leaders = machine_leaders(world)
-    gpus = world.allgather(_Gpu(lanes.device, visible_gpus()) if on_gpu else None)
     near = {(a, b) for a, b in pairs if gpus[a] and gpus[b] and leaders[a] == leaders[b]}
     if not near:
         return frozenset()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.courier import HEADER_NAMES, READ_TAG, Arriving, Content, Courier
+from hybridpipe.comm.courier import HEADER_NAMES, Arriving, Content, Courier
 from hybridpipe.comm.messages import (
     SPEC_BYTES,
     ProtocolError,
@@ -22,14 +22,12 @@ from hybridpipe.comm.messages import (
     header_of,
     spec_of,
 )
+from hybridpipe.comm.transport import READ_TAG, SHARED_TAG
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.tensors import TensorTree, received, tensors_of
 from hybridpipe.planning.cost.memory import LOOK_AHEAD
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.instructions import Program, ReceiveActivation, ReceiveGradient
-
-LARGEST_TAG = 2**15 - 1  # every MPI library allows it
-SHARED_TAG = LARGEST_TAG  # of `optim.shared_gradients`; no activation or gradient at a cut has it
 
 KINDS = 3
 ACTIVATION, GRADIENT, SPEC = range(KINDS)
@@ -58,7 +56,7 @@ class PointToPoint:
         self._transport = courier.transport
         self._chunk = plan.chunk_of(stage)
         self._num_stages = plan.num_stages
-        self._num_tags = LARGEST_TAG // (KINDS * plan.num_stages)
+        self._num_tags = READ_TAG // (KINDS * plan.num_stages)
         self._rank_of = lru_cache(maxsize=1024)(plan.rank_of)
         self._specs: dict[_SpecKey, Spec] = {}
         self.bytes_sent = 0

@@ -17,6 +17,10 @@ SLOW_WAIT_SECONDS = 1.0
 # beside Python's work, in one 45.
 PART_BYTES = 2**24
 
+LARGEST_TAG = 2**15 - 1  # every MPI library allows it
+# Tags of gradients of shared parameters, and of notes that a slot was read; all others are below.
+SHARED_TAG, READ_TAG = LARGEST_TAG, LARGEST_TAG - 1
+
 
 class Pending(Protocol):
     """A transfer in progress."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridpipe.comm.courier import courier_of
 from hybridpipe.comm.cuda_aware import cuda_aware
-from hybridpipe.comm.cuda_ipc import neighbours, readers
+from hybridpipe.comm.cuda_ipc import asked_for, neighbours, readers
 from hybridpipe.comm.groups import communicators
 from hybridpipe.comm.idle import cores_to_spare
 from hybridpipe.comm.mpi import MPI
@@ -86,8 +86,9 @@ class Worker:
         peers, to_spare = self.communicators.peers, cores_to_spare(world)
         self.transport = transport(peers, to_spare, progress_thread, not self.lanes.on_host)
         direct = cuda_aware(self.control, device)
-        pairs = set() if direct else neighbours(plan, layers.holders(plan).values())
-        others = readers(self.control, self.lanes, pairs)
+        others = frozenset[int]()
+        if not direct and asked_for(self.control):
+            others = readers(self.control, self.lanes, neighbours(plan, layers.holders(plan).values()))
         self.courier = courier_of(self.transport, self.lanes, direct, others)
         self._left = False
         self.end_requested = False  # by a callback of this rank

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hybridpipe.comm.courier import Arriving, Courier
 from hybridpipe.comm.messages import Spec, TensorSpec
-from hybridpipe.comm.p2p import KINDS, SHARED_TAG
+from hybridpipe.comm.p2p import KINDS
+from hybridpipe.comm.transport import SHARED_TAG
 from hybridpipe.planning.checks import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.shared_parameters import peers_of

@@ -369,6 +369,8 @@ class Stage:
         received = None if call.received is None else map_tensors(_enter, call.received)
         with self._context():
             value = self._run_layers(received, call.inputs, seed, training=True, form=call.form)
+        if received is not None:
+            _note_writes(call.received, received)
         self._check_unchanged(before)
         if call.share is None:
             return _passed_on(value), None
@@ -433,8 +435,22 @@ class _Enter(torch.autograd.Function):
         return gradient
 
 
+ENTERED = 1  # the version of a tensor that `_Enter` returns
+
+
 def _enter(tensor: Tensor) -> Tensor:
     return _Enter.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+
+
+def _note_writes(leaves: TensorTree | None, entered: TensorTree) -> None:
+    """Let autograd know which leaves the forward has written to.
+
+    A leaf may share its memory with the output of a stage on the same rank (`handed_over`). If that stage's
+    backward needs the output, it raises, as in one process.
+    """
+    for leaf, tensor in zip(tensors_in(leaves), tensors_in(entered), strict=True):
+        if tensor is not leaf and tensor._version > ENTERED:
+            torch.autograd.graph.increment_version(leaf)
 
 
 def _given(received: Tree, inputs: Tree) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridpipe.comm import cuda_ipc
-from hybridpipe.comm.cuda_ipc import WANTED, neighbours, readers
+from hybridpipe.comm.cuda_ipc import WANTED, asked_for, neighbours, readers
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.device import Lanes
 from tests.engine.helpers import make_plan
@@ -45,18 +45,19 @@ class World:
         pytest.fail("a trial")
 
 
-@pytest.mark.parametrize(
-    "lanes, wanted", [(Lanes(torch.device("cpu")), "1"), (LateLanes(), "0"), (LateLanes(), None)]
-)
-def test_a_cpu_is_not_tried_nor_who_does_not_ask_for_it(monkeypatch, lanes, wanted):
+@pytest.mark.parametrize("wanted, asks", [(None, False), ("", False), ("0", False), ("1", True)])
+def test_who_does_not_ask_for_it_has_none(monkeypatch, wanted, asks):
     monkeypatch.delenv(WANTED, raising=False)
     if wanted is not None:
         monkeypatch.setenv(WANTED, wanted)
-    assert readers(World(), lanes, {(0, 1)}) == frozenset()
+    assert asked_for(MPI.COMM_SELF) == asks
+
+
+def test_a_cpu_is_not_tried():
+    assert readers(World(), Lanes(torch.device("cpu")), {(0, 1)}) == frozenset()
 
 
 def test_ranks_of_two_hosts_are_not_tried(monkeypatch):
-    monkeypatch.setenv(WANTED, "1")
     monkeypatch.setattr(cuda_ipc, "machine_leaders", lambda world: [0, 1])
     assert readers(World(), LateLanes(), {(0, 1)}) == frozenset()
 

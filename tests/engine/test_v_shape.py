@@ -90,3 +90,17 @@ def test_nothing_is_sent_at_the_turn():
     sent = {rank: [type(e.instruction) for part in result.events[rank] for e in part] for rank in (0, 1)}
     for rank in (0, 1):
         assert sent[rank].count(SendActivation) == sent[rank].count(SendGradient) == 4
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["stashed", "recomputed"])
+def test_a_layer_behind_the_turn_that_overwrites_what_is_needed_before_it_is_told(recompute):
+    """The stages at the turn share memory: a gradient of what was overwritten was silently another."""
+    hidden = nn.Linear(FEATURES, 6), nn.Tanh(), nn.LeakyReLU(0.5, inplace=True)
+    layers = nn.Sequential(*hidden, nn.Linear(6, CLASSES)).double()
+    stages = [StageSpec(i, i + 1, recompute=recompute and i == 2) for i in range(4)]
+    needed = "needed for gradient computation has been modified by an inplace operation"
+    with pytest.raises(RuntimeError, match=needed):  # as in one process
+        one_process(layers, minibatches(8), cross_entropy, momentum)
+    with pytest.raises(RuntimeError, match=needed):
+        plan = Plan(tuple(stages), "zb-v", 4, chunks=2)
+        in_threads(plan, layers, minibatches(8), 2, cross_entropy, momentum, timeout_seconds=0.5)

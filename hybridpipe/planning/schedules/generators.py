@@ -11,8 +11,8 @@ ZB-H1, ZB-H2 and what lies between (Qi et al., ICLR 2024, section 2).
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
-from itertools import zip_longest
+from functools import lru_cache, partial
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from hybridpipe.planning.plan import PassTimes, Place, Plan
@@ -263,8 +263,8 @@ def interleaved_stash(plan: Plan, group: int, num_microbatches: int) -> frozense
     """
     most, least = ceil_div(num_microbatches, plan.replicas[0]), num_microbatches // plan.replicas[0]
     p, chunks = plan.num_groups, plan.chunks
-    each = (_stash(plan.schedule, count, group, p, chunks, plan.pass_times) for count in {most, least})
-    return frozenset[Stash]().union(*each)
+    stash = partial(_stash, plan.schedule, group=group, num_groups=p, chunks=chunks, times=plan.pass_times)
+    return frozenset(chain.from_iterable(stash(count) for count in {most, least}))
 
 
 @lru_cache(maxsize=4096)

@@ -82,7 +82,7 @@ def v_passes(
     """
     alike = (ALIKE,) * (2 * num_groups)
     tried = product(dict.fromkeys((times or alike, alike)), (True, False))
-    orders = [_Filling(schedule, num_groups, count, *each).run() for each in tried]
+    orders = [_Filling(schedule, num_groups, count, each, fills).run() for each, fills in tried]
     return min(orders, key=partial(_duration, times=times or alike))
 
 

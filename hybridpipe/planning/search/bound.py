@@ -16,9 +16,7 @@ from hybridpipe.planning.profile import ModelProfile
 FASTER = 1.25
 
 
-def least_seconds(
-    plan: Plan, profile: ModelProfile, cluster: Cluster, estimated: Estimates | None = None
-) -> float:
+def least_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster, estimated: Estimates) -> float:
     """Return a lower bound of a plan's simulated seconds of a minibatch.
 
     `estimate` overstates a cut with fast and slow routes, as it takes all for slow: of 461 problems a search
@@ -26,11 +24,10 @@ def least_seconds(
     the formula counts at both ends what ranks spend together.
 
     Args:
-        estimated: the plan's estimates, if they are known.
+        estimated: the plan's estimates.
     """
     if cluster.waits_for_messages:
-        cluster, estimated = replace(cluster, waits_for_messages=False), None
-    if estimated is None:
+        cluster = replace(cluster, waits_for_messages=False)
         costs = stage_costs(profile, plan, measured_speed(profile, cluster))
         estimated = estimates(plan, costs, cluster)
     has_bursts = any(level.burst_bytes for level in cluster.levels)

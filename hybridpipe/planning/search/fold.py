@@ -43,9 +43,8 @@ def folded_edges(done: Floats, speeds: Sequence[float], share: float) -> list[in
 def _within(done: Floats, speeds: Sequence[float], bound: float, share: float) -> list[int] | None:
     """Return edges with which no group takes longer than the bound, and no stage than its share of it."""
     num_layers = len(done) - 1
-    right = np.full(
-        num_layers + 1, num_layers + 1
-    )  # for each left edge, the least right edge; too large: none
+    # For each left edge, the least right edge; too large: none.
+    right = np.full(num_layers + 1, num_layers + 1)
     right[0] = num_layers
     tables: list[tuple[Ints, Ints]] = []
     for group, speed in enumerate(speeds[:-1]):

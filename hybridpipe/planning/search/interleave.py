@@ -6,8 +6,8 @@ is cut into p v stages that go round the groups v times, or down and up again, a
 The cuts are exact for given groups of ranks of one speed, and given v: no cuts have a faster slowest stage.
 For each factor of `SLACKS`, no cuts whose slowest stage takes at most that factor longer send less. Where
 speeds differ, stages greedily take as many layers as the bound allows. In a V the cuts of `fold`, for the
-fastest slowest group, compete with these. Values of p and v and numbers of
-replicas are tried: `estimate` ranks the results, and the simulator decides.
+fastest slowest group, compete with these. Values of p and v and numbers of replicas are tried: `estimate`
+ranks the results, and the simulator decides.
 """
 
 from bisect import bisect_right
@@ -83,7 +83,7 @@ def interleaved_plans(
                     cuts = chain(cuts, _folded(work, speeds[:num_groups]))
                 for edges in cuts:
                     layers = zip(pairwise(costs.edges[edges].tolist()), ranks_of, strict=True)
-                    stages = (StageSpec(*ends, replicas, own) for ends, own in layers)
+                    stages = (StageSpec(a, b, replicas, own) for (a, b), own in layers)
                     found[request.plan(stages, num_microbatches, chunks)] = None
     fitting = (fitted(plan, profile, cluster, request.variants) for plan in found)
     plans = list(dict.fromkeys(plan for plan in fitting if plan is not None)) or found

@@ -118,9 +118,9 @@ def partition(
     """
     usable = tuple(range(cluster.num_ranks) if ranks is None else sorted(ranks))
     with np.errstate(over="ignore"):  # times beyond the largest number are infinite
-        search = _Search(profile, cluster, num_microbatches, request, usable, max_replicas, variants)
-        search.is_brief = briefly
-        search.estimates = search.estimates if estimated is None else estimated
+        search = _Search(
+            profile, cluster, num_microbatches, request, usable, max_replicas, variants, estimated, briefly
+        )
         search.run()
     return search.most_promising() if closely else search.best_plans()
 
@@ -157,19 +157,20 @@ class _Search:
         ranks: tuple[int, ...],
         max_replicas: int | None,
         variants: Sequence[Variant] = (),
+        estimated: dict[Plan, Estimates] | None = None,
+        is_brief: bool = False,
     ) -> None:
         self.profile, self.cluster, self.ranks = profile, cluster, ranks
         self.num_microbatches, self.request = num_microbatches, request
         self.max_replicas = min(max_replicas or len(ranks), len(ranks))
         self.costs = LayerCosts(profile, cluster, num_microbatches, request, variants)
-        self.estimates: dict[Plan, Estimates] = {}
+        self.estimates, self.is_brief = {} if estimated is None else estimated, is_brief
         self.closest = Estimates(math.inf, math.inf, math.inf)  # the one that is best when looked at closely
         self.found: dict[object, _Found] = {}
         self.best: _Found | None = None
         alike = len({(cluster.speed(rank), cluster.memory(rank)) for rank in ranks}) == 1
         self.compares_lines = alike and request.traits.whole_minibatch  # see `walk_asynchronous`
         self.reached = self.beaten = math.inf  # least maximum of plans on all lines, on earlier ones
-        self.is_brief = False
         self.too_few = 0  # counts of microbatches in flight that let plans pass which do not fit
 
     @property

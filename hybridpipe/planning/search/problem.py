@@ -26,6 +26,21 @@ LARGE = 10_000  # layers times ranks; beyond, a plan has many neighbours, and si
 MAX_NAMED = 20  # stages of a plan whose name lists its replica counts
 
 
+@dataclass(frozen=True)
+class Figures:
+    """Figures of plans for one profile and cluster, each computed once; a memory limit changes none of them.
+
+    Args:
+        cluster: without a limit.
+        simulated: by plan, the limit that its simulation had, and the plan with its prediction.
+    """
+
+    profile: ModelProfile
+    cluster: Cluster
+    estimated: dict[Plan, Estimates] = field(default_factory=dict)
+    simulated: dict[Plan, tuple[float, Plan]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """The input of a search under one schedule: a model in microbatches, machines, and the request.
@@ -40,10 +55,7 @@ class Problem:
     num_ranks: int
     request: PlanRequest  # under one schedule
     is_alternative: bool = False  # to the simplest schedule
-    # Figures of plans, also those of the same problem with fewer ranks or without a limit: they do not depend
-    # on the ranks and the memory that a plan leaves. Simulations come with the limit that they had.
-    estimated: dict[Plan, Estimates] = field(default_factory=dict, repr=False, compare=False)
-    simulated: dict[Plan, tuple[float, Plan]] = field(default_factory=dict, repr=False, compare=False)
+    known: Figures | None = field(default=None, repr=False, compare=False)  # see `figures`
 
     def __post_init__(self) -> None:
         if self.num_ranks > self.cluster.num_ranks:
@@ -60,6 +72,9 @@ class Problem:
             raise ValueError(
                 f"layers times ranks must be at most {MAX_PRODUCT} to be planned, got {self.size}"
             )
+        unlimited = replace(self.cluster, memory_bytes=None)
+        if self.known is None or self.known.profile is not self.profile or self.known.cluster != unlimited:
+            object.__setattr__(self, "known", Figures(self.profile, unlimited))
 
     @property
     def size(self) -> int:
@@ -80,13 +95,18 @@ class Problem:
         """Return the problem with unlimited memory."""
         return replace(self, cluster=replace(self.cluster, memory_bytes=None))
 
+    @property
+    def figures(self) -> Figures:
+        """The figures that are known; `replace` keeps them while profile and cluster are the same."""
+        assert self.known is not None
+        return self.known
+
     def estimates(self, plan: Plan) -> Estimates:
         """Return the estimates of a plan."""
-        found = self.estimated.get(plan)
-        if found is None:
+        if plan not in self.figures.estimated:
             costs = stage_costs(self.profile, plan, measured_speed(self.profile, self.cluster))
-            found = self.estimated[plan] = estimates(plan, costs, self.cluster)
-        return found
+            self.figures.estimated[plan] = estimates(plan, costs, self.cluster)
+        return self.figures.estimated[plan]
 
     def fits(self, plan: Plan) -> bool:
         """Return `fits` of a plan for this problem."""

@@ -80,7 +80,7 @@ def partition_plans(
             max_replicas=max_replicas,
             closely=True,
             variants=variants,
-            estimated=problem.estimated,
+            estimated=problem.figures.estimated,
             briefly=briefly,
         )[:count]
         for variants in ((), (request.leanest,))[: 1 + also]

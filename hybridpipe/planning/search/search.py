@@ -380,10 +380,10 @@ def _judged(problem: Problem, origin: str, plan: Plan, best: float) -> Candidate
 
 def _predicted(problem: Problem, plan: Plan, limit: float) -> Plan:
     """Return `with_prediction`, simulated at most once but for a larger limit."""
-    until, found = problem.simulated.get(plan, (-math.inf, plan))
+    until, found = problem.figures.simulated.get(plan, (-math.inf, plan))
     if until < limit and (found.predicted is None or seconds_of(found) == math.inf):
         found = with_prediction(plan, problem.profile, problem.cluster, limit)
-        problem.simulated[plan] = limit, found
+        problem.figures.simulated[plan] = limit, found
     return found
 
 
