@@ -56,7 +56,7 @@ class GpuLanes(Lanes):
     """The lanes of a GPU: torch's current stream computes, one stream copies out, and one copies in.
 
     Copies out and copies in have a stream each: a copy out waits until its numbers are computed, and would
-    hold up what arrives. The host waits for nothing but in `seconds` and `synchronize`.
+    hold up what arrives. Of these methods only `seconds`, `synchronize` and `head` wait for the GPU.
 
     Args:
         cuda: torch.cuda, or what stands for it.
