@@ -366,11 +366,11 @@ class Stage:
     def _run(self, call: _Call) -> tuple[TensorTree, MicrobatchLoss | None]:
         seed = partial(self._seed, call.step, call.microbatch)
         before = self._shared_buffers()
-        received = None if call.received is None else map_tensors(_enter, call.received)
+        entered: list[_Entered] = []
+        received = None if call.received is None else map_tensors(partial(_enter, entered), call.received)
         with self._context():
             value = self._run_layers(received, call.inputs, seed, training=True, form=call.form)
-        if received is not None:
-            _note_writes(call.received, received)
+        _note_writes(entered)
         self._check_unchanged(before)
         if call.share is None:
             return _passed_on(value), None
@@ -435,21 +435,25 @@ class _Enter(torch.autograd.Function):
         return gradient
 
 
-ENTERED = 1  # the version of a tensor that `_Enter` returns
+_Entered = tuple[Tensor, Tensor]  # a leaf, and what the layers get of it
+VERSION_ENTERED = 1  # the version of a tensor that `_Enter` returns
 
 
-def _enter(tensor: Tensor) -> Tensor:
-    return _Enter.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+def _enter(entered: list[_Entered], leaf: Tensor) -> Tensor:
+    if not leaf.requires_grad:
+        return leaf
+    entered.append((leaf, _Enter.apply(leaf)))  # type: ignore[no-untyped-call]
+    return entered[-1][1]
 
 
-def _note_writes(leaves: TensorTree | None, entered: TensorTree) -> None:
+def _note_writes(entered: Sequence[_Entered]) -> None:
     """Let autograd know which leaves the forward has written to.
 
     A leaf may share its memory with the output of a stage on the same rank (`handed_over`). If that stage's
     backward needs the output, it raises, as in one process.
     """
-    for leaf, tensor in zip(tensors_in(leaves), tensors_in(entered), strict=True):
-        if tensor is not leaf and tensor._version > ENTERED:
+    for leaf, tensor in entered:
+        if tensor._version > VERSION_ENTERED:
             torch.autograd.graph.increment_version(leaf)
 
 
