@@ -1,11 +1,11 @@
 """Memory limits: the plans under limits with recomputation where it is needed, and without any.
 
-    python benchmarks/run.py memory_limits                 2 minutes
+    python benchmarks/run.py memory_limits                 some 15 minutes, most of them for auto
 
 A transformer (`BLOCKS` equal blocks between an embedding and a head, see `transformer`) and PipeDream's
 published profiles (see published.py) on 4, 8 and 16 ranks of one switch of 10 Gbit/s, 50 us a message, four
 microbatches a rank. The limits of the transformer are in GiB; those of the others are parts of the largest
-peak of the best plan without a limit.
+peak of the best plan without a limit; under auto, of the best pipeline under 1f1b.
 """
 
 import time
@@ -22,12 +22,11 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.request import PlanRequest
-from hybridpipe.planning.search.search import NoPlanFits, search, short_name
+from hybridpipe.planning.search.search import NoPlanFits, search, short_name, straight
 
-RANKS = (4, 8, 16)
-SCHEDULES = ("1f1b", "interleaved-1f1b", "pipedream")
+RANKS = {"1f1b": (4, 8, 16), "interleaved-1f1b": (4, 8, 16), "pipedream": (4, 8, 16), "auto": (4, 8)}
 GIBS = (2.0, 3.0, 4.0, 6.0)
-PARTS = (0.75, 0.5)
+PARTS = (0.75, 0.5, 0.35)
 BLOCKS = 24
 MICROBATCHES_PER_RANK = 4
 MIB, GIB = 2**20, 2**30
@@ -47,13 +46,12 @@ def measure(run: Run) -> Iterator[Row]:
     if PROFILES.is_dir():
         models |= {model: profile_of(model) for model in SAMPLES}
     for model, profile in models.items():
-        for num_ranks in RANKS:
+        for schedule, num_ranks in ((name, count) for name, counts in RANKS.items() for count in counts):
             cluster = Cluster.flat(num_ranks, 1.25e9, 50e-6)
-            for schedule in SCHEDULES:
-                group = f"{model}, {num_ranks} ranks, {schedule}"
-                if run.wants(group, ""):
-                    count = 1 if schedule == "pipedream" else MICROBATCHES_PER_RANK * num_ranks
-                    yield from _rows(run, group, profile, cluster, count, schedule)
+            group = f"{model}, {num_ranks} ranks, {schedule}"
+            if run.wants(group, ""):
+                count = 1 if schedule == "pipedream" else MICROBATCHES_PER_RANK * num_ranks
+                yield from _rows(run, group, profile, cluster, count, schedule)
 
 
 def _rows(
@@ -61,7 +59,9 @@ def _rows(
 ) -> Iterator[Row]:
     free = search(profile, cluster, count, PlanRequest(schedule))[0].plan
     assert free.predicted is not None
-    peak = max(free.predicted.peak_memory_bytes)
+    whole = straight(profile, cluster, cluster.num_ranks, count, "1f1b") if schedule == "auto" else free
+    assert whole is not None and whole.predicted is not None
+    peak = max(whole.predicted.peak_memory_bytes)
     limits = [gib * GIB for gib in GIBS] if group.startswith("transformer") else [p * peak for p in PARTS]
     for limit in map(int, limits):
         limited = replace(cluster, memory_bytes=limit)
@@ -90,9 +90,9 @@ def _planned(
 
 
 def _told(plan: Plan) -> str:
-    """Return the plan's name, with its recomputing stages."""
+    """Return the plan's name and schedule, with its recomputing stages."""
     stages = ", ".join(str(s) for s in range(plan.num_stages) if plan.recomputes(s))
-    return short_name(plan) + f" ({stages})" * bool(stages)
+    return f"{short_name(plan)}, {plan.schedule}" + f" ({stages})" * bool(stages)
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -106,7 +106,7 @@ def _line(row: Row) -> dict[str, str]:
         "problem": row.group,
         "limit": row.way,
         "no limit": f"{milliseconds(row['free_seconds'])} ms",
-        "plan (recomputing stages)": row["plan"],
+        "plan, schedule (recomputing stages)": row["plan"],
         "a minibatch": f"{milliseconds(row['seconds'])} ms",
         "without recomputation": f"{milliseconds(without)} ms" if without else "does not fit",
         "planned in": f"{number(row['planning_seconds'])} s",

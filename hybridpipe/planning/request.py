@@ -85,6 +85,18 @@ class PlanRequest:
         least = 0 if isinstance(self.zero, str) else self.zero
         return [name for name in self._considered if least <= self._most_zero_under(name)]
 
+    def compared(self, is_limited: bool) -> list[str]:
+        """Return the schedules that a search compares.
+
+        Args:
+            is_limited: ranks have a limit of memory. Without one, nothing need be spared.
+        """
+        return [
+            name
+            for name in self.schedules
+            if is_limited or self.schedule != AUTO or not TRAITS[name].spares_memory
+        ]
+
     @property
     def _considered(self) -> list[str]:
         """The schedules to consider, whatever replicas shard."""
@@ -94,8 +106,7 @@ class PlanRequest:
         return [
             name
             for name, traits in TRAITS.items()
-            if traits.is_automatic
-            and (self.asynchronous or not traits.is_asynchronous)
+            if (self.asynchronous or not traits.is_asynchronous)
             and (traits.takes_max_in_flight or not limited)
         ]
 

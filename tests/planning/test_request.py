@@ -14,13 +14,18 @@ LIMITED = [name for name, traits in TRAITS.items() if traits.takes_max_in_flight
 
 def test_auto_is_any_schedule_that_can_do_what_is_asked():
     assert PlanRequest("gpipe").schedules == ["gpipe"]
-    automatic = [name for name in SCHEDULES if TRAITS[name].is_automatic]
-    assert PlanRequest(AUTO).schedules == [name for name in automatic if name in SYNCHRONOUS]
-    assert PlanRequest(AUTO, asynchronous=True).schedules == automatic
-    assert set(SCHEDULES).difference(automatic) == {"zb-v", "v-half", "v-min"}
+    assert PlanRequest(AUTO).schedules == list(SYNCHRONOUS)
+    assert PlanRequest(AUTO, asynchronous=True).schedules == list(SCHEDULES)
     assert PlanRequest(AUTO, max_in_flight=2).schedules == [name for name in LIMITED if name in SYNCHRONOUS]
     assert PlanRequest(AUTO, asynchronous=True, max_in_flight=2).schedules == LIMITED
     assert 0 < len(LIMITED) < len(SCHEDULES)
+
+
+def test_where_memory_is_not_limited_none_is_spared():
+    roomy = PlanRequest(AUTO).compared(is_limited=False)
+    assert [name for name in SYNCHRONOUS if name not in roomy] == ["v-half", "v-min"]
+    assert PlanRequest(AUTO).compared(is_limited=True) == list(SYNCHRONOUS)
+    assert PlanRequest("v-min").compared(is_limited=False) == ["v-min"]
 
 
 def test_under_a_schedule_what_that_cannot_do_is_left_out():

@@ -24,7 +24,8 @@ class ScheduleTraits(NamedTuple):
         placement: where the chunks lie. "loop": chunk after chunk goes through the groups of ranks in order,
             the last followed by the first. "v": every second chunk goes back, so that the groups at both ends
             hold neighbours.
-        is_automatic: a request for any schedule considers it.
+        spares_memory: it is slower than another one, in less memory. A request for any schedule considers it
+            where memory is limited.
         takes_max_in_flight: the number of microbatches in flight can be limited.
         most_zero: the most that `StageSpec.zero` may be. Chunks of a rank are reduced together, when the
             gradients of all are whole; an asynchronous stage's gradients are, where it updates at each.
@@ -38,7 +39,7 @@ class ScheduleTraits(NamedTuple):
     batches_wgrad: bool = False
     interleaves: bool = False
     placement: Placement = "loop"
-    is_automatic: bool = True
+    spares_memory: bool = False
     takes_max_in_flight: bool = False
     most_zero: int = 2
 
@@ -57,9 +58,7 @@ class ScheduleTraits(NamedTuple):
         return {"stashed": in_flight, "two": 2, "one": 1}[self.versions]
 
 
-_V_SHAPE = ScheduleTraits(
-    splits_backward=True, interleaves=True, placement="v", is_automatic=False, most_zero=1
-)
+_V_SHAPE = ScheduleTraits(splits_backward=True, interleaves=True, placement="v", most_zero=1)
 
 # The simplest first: of schedules that take equally long the planner chooses the first one.
 TRAITS = {
@@ -68,8 +67,8 @@ TRAITS = {
     "interleaved-1f1b": ScheduleTraits(batches_wgrad=True, interleaves=True, most_zero=1),
     "zero-bubble": ScheduleTraits(splits_backward=True),
     "zb-v": _V_SHAPE,
-    "v-half": _V_SHAPE,
-    "v-min": _V_SHAPE,
+    "v-half": _V_SHAPE._replace(spares_memory=True),
+    "v-min": _V_SHAPE._replace(spares_memory=True),
     "pipedream": ScheduleTraits(
         is_asynchronous=True,
         versions="stashed",

@@ -158,7 +158,7 @@ def problems_of(
             request.under(schedule),
             is_alternative=schedule != request.schedules[0],
         )
-        for schedule in request.schedules
+        for schedule in request.compared(cluster.memory_bytes is not None)
         for samples, count in ({minibatch: 1} if TRAITS[schedule].whole_minibatch else sizes).items()
     ]
 

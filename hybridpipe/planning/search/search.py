@@ -289,7 +289,7 @@ def straight(
     It may leave ranks unused. With `recompute`, stages recompute that must to fit.
     """
     found: list[Candidate] = []
-    names = PlanRequest(schedule).schedules
+    names = PlanRequest(schedule).compared(cluster.memory_bytes is not None)
     for name in names:
         request = PlanRequest(name, recompute=recompute)
         is_alternative = name != names[0]  # one that has no plan for so few ranks or layers is left out

@@ -11,7 +11,6 @@ from hybridpipe.planning.cost.formula import StageCost
 from hybridpipe.planning.plan import PassTimes
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import BackwardInput, BackwardWeight, Forward, text
-from hybridpipe.planning.schedules.registry import TRAITS
 from hybridpipe.planning.schedules.v_shape import ALIKE, BUILDING_BLOCKS, _duration, most_chunks, v_passes
 from hybridpipe.planning.schedules.validate import InvalidProgram, validate
 from hybridpipe.planning.simulator.predict import simulate
@@ -136,7 +135,3 @@ def test_more_than_the_schedule_promises_is_found():
     late = [each for each in ran[0] if each not in early]
     with pytest.raises(InvalidProgram, match="at most 4 microbatches of all chunks may be stashed"):
         validate(made, {**ran, 0: (*early, *late)})
-
-
-def test_auto_does_not_choose_them():
-    assert not any(TRAITS[schedule].is_automatic for schedule in SCHEDULES)

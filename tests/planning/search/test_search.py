@@ -15,6 +15,7 @@ from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import Measurement, ModelProfile
 from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.schedules.registry import SYNCHRONOUS
 from hybridpipe.planning.search import search as search_module
 from hybridpipe.planning.search.problem import Problem
 from hybridpipe.planning.search.proposals import every_straight
@@ -297,9 +298,9 @@ def test_what_is_too_large_is_refused(num_layers, cluster, told):
 
 @pytest.mark.parametrize("num_microbatches", [10**9, 4096])
 def test_a_long_minibatch_is_judged_at_once(num_microbatches):
-    begin = time.monotonic()
+    begin = time.process_time()
     assert search(FOUR, Cluster.flat(16, 1e3, 1e-3), num_microbatches)
-    assert time.monotonic() - begin < 30
+    assert time.process_time() - begin < 30
 
 
 EQUAL = model(*[layer(1e-2, 2e-2, parameters=10**7, output=10**5)] * 16)
@@ -308,18 +309,15 @@ EQUAL = model(*[layer(1e-2, 2e-2, parameters=10**7, output=10**5)] * 16)
 @pytest.mark.parametrize(
     "profile, bandwidth, best",
     [
-        (EQUAL, 1e8, "interleaved-1f1b"),  # weights are heavy, messages light
-        (model(*EQUAL.layers[:4]), 1e8, "zero-bubble"),  # a layer a rank: nothing to interleave on all
+        (EQUAL, 1e8, "zb-v"),  # weights are heavy, messages light
+        (model(*EQUAL.layers[:4]), 1e8, "zero-bubble"),  # a layer a rank: nothing to fold
         (model(*[layer(1, 2, output=1)] * 16), 1e9, "1f1b"),  # data parallelism is perfect
     ],
 )
 def test_auto_takes_the_schedule_that_is_fastest_in_the_simulator(profile, bandwidth, best):
     cluster = Cluster.flat(4, bandwidth, 1e-5)
     found = search(profile, cluster, 16, schedule="auto")
-    alone = {
-        schedule: search(profile, cluster, 16, schedule=schedule)[0].seconds
-        for schedule in ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b")
-    }
+    alone = {schedule: search(profile, cluster, 16, schedule=schedule)[0].seconds for schedule in SYNCHRONOUS}
     assert found[0].plan.schedule == best
     assert found[0].seconds == approx(min(alone.values()))
     assert all(alone[best] <= seconds * (1 + 1e-9) for seconds in alone.values())
@@ -328,12 +326,26 @@ def test_auto_takes_the_schedule_that_is_fastest_in_the_simulator(profile, bandw
 def test_auto_allows_asynchronous_schedules_where_it_is_asked_to():
     cluster = Cluster.flat(4, 1e8, 1e-5)
     schedules = {c.plan.schedule for c in search(EQUAL, cluster, 16, schedule="auto")}
-    assert schedules == {"1f1b", "gpipe", "zero-bubble", "interleaved-1f1b"}
+    assert schedules == {"1f1b", "gpipe", "zero-bubble", "interleaved-1f1b", "zb-v"}
     found = search(EQUAL, cluster, 16, schedule="auto", asynchronous=True, vertical_sync=True)
     assert {c.plan.schedule for c in found} == {*schedules, "pipedream", "pipedream-2bw"}
     assert {c.plan.vertical_sync for c in found if c.plan.schedule == "pipedream"} == {True}
     assert {c.samples * c.plan.num_microbatches for c in found} == {16}
     assert found[0].plan.is_asynchronous
+
+
+@pytest.mark.parametrize("part, best", [(1.0, "v-half"), (0.6, "v-min")])
+def test_under_a_limit_auto_takes_the_schedule_that_is_fastest_in_it(part, best):
+    """Activations are most of the memory. The limits are parts of the peak of 1F1B on four ranks."""
+    profile = model(*[layer(1e-2, 2e-2, parameters=10**6, output=10**6, activation=10**8)] * 16)
+    cluster = Cluster.flat(4, 1e9, 1e-5)
+    peak = max(straight(profile, cluster, 4, 16, "1f1b").predicted.peak_memory_bytes)
+    limited = replace(cluster, memory_bytes=int(part * peak))
+    found = search(profile, limited, 16, schedule="auto")[0]
+    assert found.plan.schedule == best and fits(found.plan, profile, limited)
+    in_line = search(profile, limited, 16, schedule="1f1b")[0]
+    assert found.seconds < 0.95 * in_line.seconds
+    assert found.seconds == approx(search(profile, limited, 16, schedule=best)[0].seconds)
 
 
 def test_what_schedules_can_do_limits_auto():
@@ -377,14 +389,13 @@ def test_the_baselines_of_schedules_that_have_none():
     assert data_parallel(EQUAL, free(4), 4, 8, "interleaved-1f1b").schedule == "1f1b"
     chunked = straight(EQUAL, free(4), 4, 8, "interleaved-1f1b")
     assert chunked.schedule == "interleaved-1f1b" and set(chunked.replicas) == {1}
-    names = ("1f1b", "gpipe", "zero-bubble", "interleaved-1f1b")
-    seconds = [straight(EQUAL, free(4), 4, 8, name).predicted.minibatch_seconds for name in names]
+    seconds = [straight(EQUAL, free(4), 4, 8, name).predicted.minibatch_seconds for name in SYNCHRONOUS]
     assert straight(EQUAL, free(4), 4, 8, "auto").predicted.minibatch_seconds == approx(min(seconds))
     for ranks, layers in (
         (1, EQUAL),
         (4, model(layer(), layer(), layer())),
     ):  # no schedule needs to interleave
-        assert straight(layers, free(ranks), ranks, 8, "auto").schedule != "interleaved-1f1b"
+        assert straight(layers, free(ranks), ranks, 8, "auto").chunks == 1
 
 
 def test_a_stage_that_just_fits_does_not_recompute():
