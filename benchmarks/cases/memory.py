@@ -1,6 +1,6 @@
 """Memory: the most that each rank's process has in training, beside the memory model's prediction.
 
-    python benchmarks/run.py memory                           five models, eight plans each; half an hour
+    python benchmarks/run.py memory                           six models; half an hour
     python benchmarks/run.py memory --only 'vgg: 1-1-gpipe'
     python benchmarks/run.py memory --kept                    freed memory is kept, as where there is room
 
@@ -34,9 +34,10 @@ sys.path.insert(0, str(PROGRAMS))
 from common import TASKS, ZOO
 
 # Samples of a minibatch, so many that a microbatch's activations stand out from the process's other memory.
-MINIBATCHES = {"gpt": 64, "vgg": 128, "mlp": 1024, "zoo-gpt2": 512, "zoo-resnet": 128}
+MINIBATCHES = {"gpt": 64, "vgg": 128, "mlp": 1024, "gpt-deep": 256, "zoo-gpt2": 512, "zoo-resnet": 128}
 MODELS = tuple(model for model in MINIBATCHES if ZOO.is_file() or not model.startswith("zoo"))
-PLANS: dict[str, tuple[tuple[int, ...], str, int, dict[str, Any]]] = {  # replicas, schedule, microbatches
+Given = tuple[tuple[int, ...], str, int, dict[str, Any]]  # replicas, schedule, microbatches, options
+PLANS: dict[str, Given] = {
     "2, 1f1b": ((2,), "1f1b", 4, {}),
     "1-1, gpipe": ((1, 1), "gpipe", 8, {}),
     "1-1, 1f1b": ((1, 1), "1f1b", 8, {}),
@@ -45,6 +46,12 @@ PLANS: dict[str, tuple[tuple[int, ...], str, int, dict[str, Any]]] = {  # replic
     "1-1, zero-bubble": ((1, 1), "zero-bubble", 8, {}),
     "1-1, pipedream": ((1, 1), "pipedream", 1, {}),
     "2-1, 1f1b": ((2, 1), "1f1b", 8, {}),
+}
+ONCE, TWICE = (1,) * 4, (1,) * 8  # stages of four ranks
+DEEP_PLANS: dict[str, Given] = {  # of a model with layers enough
+    "1-1-1-1, 1f1b": (ONCE, "1f1b", 16, {}),
+    "1-1-1-1, zero-bubble": (ONCE, "zero-bubble", 16, {}),
+    **{f"1-1-1-1, {name}": (TWICE, name, 16, {"chunks": 2}) for name in ("zb-v", "v-half", "v-min")},
 }
 NUM_MINIBATCHES = 4
 
@@ -57,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(run: Run) -> Iterator[Row]:
     """Yield a row for each rank of each plan of each model; its way is the plan and the rank."""
     for model in MODELS:
-        for name in PLANS:
+        for name in plans_of(model):
             if run.wants(model, name):
                 yield from _rows(run, model, name)
 
@@ -74,6 +81,11 @@ def _rows(run: Run, model: str, name: str) -> Iterator[Row]:
         yield Row(model, f"{name}, rank {rank}", run.round, figures)
 
 
+def plans_of(model: str) -> dict[str, Given]:
+    """Return the plans that a model is trained by."""
+    return DEEP_PLANS if model == "gpt-deep" else PLANS
+
+
 @cache
 def profile(model: str, samples: int) -> ModelProfile:
     """Measure the profile of a model with microbatches of `samples`."""
@@ -83,7 +95,7 @@ def profile(model: str, samples: int) -> ModelProfile:
 
 def made(model: str, name: str) -> tuple[Plan, ModelProfile]:
     """Return a plan with stages of about equal time, and the profile at its microbatch size."""
-    replicas, schedule, count, options = PLANS[name]
+    replicas, schedule, count, options = plans_of(model)[name]
     costs = profile(model, MINIBATCHES[model] // count)
     seconds = [layer.forward_seconds + layer.backward_seconds for layer in costs.layers]
     edges = (0, *balanced(seconds, len(replicas)), len(seconds))

@@ -105,6 +105,7 @@ TASKS = {
     "gpt-100m": Task(
         partial(models.gpt, width=768, num_layers=14, num_heads=12, block_size=512), 64, (), block=512
     ),
+    "gpt-deep": Task(partial(models.gpt, width=256, num_layers=14), 16, ()),  # for schedules in a V
     "gpt-small": Task(partial(models.gpt, width=64, num_layers=4), 16, ()),
     "gpt2-tied": gpt2_task(True, 32, 768, 6, 12, 512, 50257),
     "gpt2-untied": gpt2_task(False, 32, 768, 6, 12, 512, 50257),

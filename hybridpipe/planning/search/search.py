@@ -191,11 +191,15 @@ class _Outlook:
 
 
 def _within_memory(problems: Sequence[Problem], outlook: _Outlook) -> list[Candidate]:
-    """Return the candidates that fit. Without a limit of memory they are searched for first."""
+    """Return the candidates that fit. Without a limit of memory they are searched for first.
+
+    There schedules that spare memory are no alternative.
+    """
     if not problems[0].is_limited:
         return _all_candidates(problems, outlook)
     profiles = {problem.profile.samples: problem.profile for problem in problems}
-    free = _all_candidates([problem.without_limit() for problem in problems], outlook)
+    spared = [each for each in problems if each.is_alternative and each.request.traits.spares_memory]
+    free = _all_candidates([each.without_limit() for each in problems if each not in spared], outlook)
     found = [each for each in free if fits(each.plan, profiles[each.samples], problems[0].cluster)]
     if found and min(each.seconds for each in found) == outlook.best:
         return found
