@@ -34,7 +34,7 @@ sys.path.insert(0, str(PROGRAMS))
 from common import TASKS, ZOO
 
 # Samples of a minibatch, so many that a microbatch's activations stand out from the process's other memory.
-MINIBATCHES = {"gpt": 64, "vgg": 128, "mlp": 1024, "gpt-deep": 256, "zoo-gpt2": 512, "zoo-resnet": 128}
+MINIBATCHES = {"gpt": 64, "vgg": 128, "mlp": 1024, "gpt-deep": 128, "zoo-gpt2": 512, "zoo-resnet": 128}
 MODELS = tuple(model for model in MINIBATCHES if ZOO.is_file() or not model.startswith("zoo"))
 Given = tuple[tuple[int, ...], str, int, dict[str, Any]]  # replicas, schedule, microbatches, options
 PLANS: dict[str, Given] = {

@@ -5,7 +5,7 @@
 A transformer (`BLOCKS` equal blocks between an embedding and a head, see `transformer`) and PipeDream's
 published profiles (see published.py) on 4, 8 and 16 ranks of one switch of 10 Gbit/s, 50 us a message, four
 microbatches a rank. The limits of the transformer are in GiB; those of the others are parts of the largest
-peak of the best plan without a limit; under auto, of the best pipeline under 1f1b.
+peak of the best plan without a limit; under auto, all are parts of that of the best pipeline under 1f1b.
 """
 
 import time
@@ -62,7 +62,8 @@ def _rows(
     whole = straight(profile, cluster, cluster.num_ranks, count, "1f1b") if schedule == "auto" else free
     assert whole is not None and whole.predicted is not None
     peak = max(whole.predicted.peak_memory_bytes)
-    limits = [gib * GIB for gib in GIBS] if group.startswith("transformer") else [p * peak for p in PARTS]
+    in_gib = group.startswith("transformer") and schedule != "auto"
+    limits = [gib * GIB for gib in GIBS] if in_gib else [part * peak for part in PARTS]
     for limit in map(int, limits):
         limited = replace(cluster, memory_bytes=limit)
         figures: dict[str, Any] = {"limit": limit, "free_seconds": free.predicted.minibatch_seconds}
