@@ -172,6 +172,17 @@ def test_what_is_found_for_a_v_fits_is_valid_and_faster(case):
         assert found.predicted.minibatch_seconds < predict(made, profile, limited)[1].minibatch_seconds
 
 
+def test_more_room_may_take_less_memory_and_what_is_found_fits():
+    """Room for nine takes 304 bytes, and for eight 306, as another microbatch then comes first."""
+    rows = [(3, 3, 1), (3, 3, 1), (3, 2, 50), (2, 2, 50), (1, 1, 50), (1, 1, 1)]
+    layers = [layer(ahead, back, 1, activation=held) for ahead, back, held in rows]
+    profile = model(*[replace(each, split_bytes=1) for each in layers])
+    made = with_pass_times(plan([1] * 3, 8, "v-min", 2), profile, free(3))
+    peaks = [max(peak_memory_bytes(profile, replace(made, in_flight=room))) for room in (8, 9)]
+    found = fill(made, profile, replace(free(3), memory_bytes=304))
+    assert peaks == [306, 304] and found.in_flight == 9
+
+
 def test_a_search_gives_a_v_the_room_that_memory_has():
     """Weights are dear to reduce, so that there are stages; of v-half's six there may be seven."""
     profile = model(*[replace(each, parameter_bytes=1000) for each in EIGHT.layers])
