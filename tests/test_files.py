@@ -357,11 +357,12 @@ def plans(draw: st.DrawFn) -> Plan:
         stages += [replace(each, start=edge + each.start, stop=edge + each.stop) for each in stages]
     able = [schedule for schedule in SCHEDULES if TRAITS[schedule].interleaves == chunked]
     schedule = draw(st.sampled_from(able))
-    times = None
+    times, in_flight = None, draw(st.none() | counts) if schedule == "zero-bubble" else None
     if TRAITS[schedule].placement == "v":
         groups = [each.ranks for each in stages[: len(stages) // 2]]
         stages = [replace(each, ranks=ranks) for each, ranks in zip(stages, groups + groups[::-1])]
         times = draw(st.sampled_from((None, (PassTimes(3, 4, 2, 1),) * len(stages))))
+        in_flight = draw(st.none() | counts.map(lambda more: 2 * len(stages) + more))
     return Plan(
         tuple(stages),
         schedule,
@@ -370,7 +371,7 @@ def plans(draw: st.DrawFn) -> Plan:
         vertical_sync=schedule == "pipedream" and draw(st.booleans()),
         max_in_flight=draw(st.none() | counts) if schedule in ("1f1b", *ASYNCHRONOUS) else None,
         recompute=draw(st.booleans()),
-        in_flight=draw(st.none() | counts) if schedule == "zero-bubble" else None,
+        in_flight=in_flight,
         weight_lag=draw(st.none() | counts) if schedule == "zero-bubble" else None,
         pass_times=times,
         predicted=predicted,

@@ -16,8 +16,11 @@ from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, P
 
 PLAN_FORMAT = "hybridpipe-plan/1"
 ZERO = (0, 1, 2)  # what replicas may shard: nothing, the optimizer's state, the gradients, too
-# What a plan whose backwards are split may say, and the check of each.
-SPLIT_OPTIONS = {"in_flight": positive_int, "weight_lag": non_negative_int}
+# What a plan whose backwards are split may say, the check of each, and the trait of schedules that take it.
+SPLIT_OPTIONS = {
+    "in_flight": (positive_int, "splits_backward"),
+    "weight_lag": (non_negative_int, "takes_lags"),
+}
 
 
 class Place(NamedTuple):
@@ -164,7 +167,9 @@ class Plan:
         recompute: every stage recomputes, whatever the stages say.
         zero: the least `StageSpec.zero` of all stages, whatever they say.
         in_flight: the microbatches whose split backward has not begun, in the stage that has most; the others
-            have theirs in proportion. None: those of 1f1b (ZB-H1). More fill the bubble at the start.
+            have theirs in proportion. None: those of 1f1b (ZB-H1). More fill the bubble at the start. In a V:
+            the most microbatches that a rank holds, of both its stages. None: the schedule's own
+            (`ScheduleTraits.least_room`).
         weight_lag: the microbatches by which the weights' half of a split backward follows the inputs' half,
             in the stage that has fewest in flight; the others lag in proportion. None: no stage stashes more
             than the one that has most in flight. More fill the bubble at the end.
@@ -274,6 +279,8 @@ class Plan:
                 f"chunks must be at least 2 and divide the stages into at least 2 groups, got {self.chunks} "
                 f"with {self.num_stages} stages"
             )
+        if self.traits.least_room and self.room < (least := self.traits.least_room(self.num_groups)):
+            raise ValueError(f"in_flight must be at least {least} under {self.schedule}, got {self.room}")
         if len(set(self.replicas)) > 1:
             raise ValueError(
                 f"replicas must be the same in all stages under {self.schedule}, got {list(self.replicas)}"
@@ -324,10 +331,11 @@ class Plan:
                     )
 
     def _check_split_option(self, name: str, count: int) -> None:
-        """Raises ValueError unless the schedule lets halves of backwards lag, and the count is one."""
-        SPLIT_OPTIONS[name](name, count)
-        if not self.traits.takes_lags:
-            takers = ", ".join(schedule for schedule, traits in TRAITS.items() if traits.takes_lags)
+        """Raises ValueError unless the schedule takes the option, and the count is one."""
+        check, trait = SPLIT_OPTIONS[name]
+        check(name, count)
+        if not getattr(self.traits, trait):
+            takers = ", ".join(schedule for schedule, traits in TRAITS.items() if getattr(traits, trait))
             raise ValueError(
                 f"{name} must not be given under {self.schedule}, got {count}: it goes with {takers}"
             )
@@ -382,6 +390,12 @@ class Plan:
     def num_groups(self) -> int:
         """The number of groups of ranks; each holds `chunks` stages."""
         return self.num_stages // self.chunks
+
+    @property
+    def room(self) -> int:
+        """The most microbatches that a rank in a V holds, of both its stages; 0 under other schedules."""
+        least = self.traits.least_room
+        return (self.in_flight or least(self.num_groups)) if least else 0
 
     @property
     def num_ranks(self) -> int:

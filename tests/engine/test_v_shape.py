@@ -1,6 +1,7 @@
 """Schedules whose chunks lie in a V, in threads, against one process in float64."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from hybridpipe import Plan, StageSpec
 from hybridpipe.planning.plan import PassTimes
+from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import SendActivation, SendGradient
 from tests.engine.helpers import Call, OnFirst, assert_same, in_threads, make_plan, one_process
 
@@ -48,6 +50,18 @@ def test_every_plan_equals_one_process(schedule, name, recompute):
         name, len(layers), 12, schedule, chunks=2, recompute=recompute, pass_times=uneven(num_stages)
     )
     result = in_threads(plan, layers, data, 2, cross_entropy, momentum)
+    assert_same(result, one_process(layers, data, cross_entropy, momentum))
+
+
+@pytest.mark.parametrize(
+    "name, schedule, room", [("1-1-1", "v-min", 7), ("2-2-2-2", "v-half", 7), ("1-1", "zb-v", 6)]
+)
+def test_a_plan_with_more_room_equals_one_process(name, schedule, room):
+    layers, data = model(), minibatches(24, 24, 7, 1)
+    times = uneven(2 * len(name.split("-")))
+    more = make_plan(name, len(layers), 12, schedule, chunks=2, pass_times=times, in_flight=room)
+    assert programs(more) != programs(replace(more, in_flight=None))
+    result = in_threads(more, layers, data, 2, cross_entropy, momentum)
     assert_same(result, one_process(layers, data, cross_entropy, momentum))
 
 

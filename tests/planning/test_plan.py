@@ -69,8 +69,16 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
             "stages[2].ranks must be those of stages[1], [1], got [0]",
         ),
         (
-            lambda: plan([1, 1], 4, "zb-v", chunks=2, in_flight=3),
-            "in_flight must not be given under zb-v, got 3: it goes with zero-bubble",
+            lambda: plan([1, 1], 4, "zb-v", chunks=2, weight_lag=3),
+            "weight_lag must not be given under zb-v, got 3: it goes with zero-bubble",
+        ),
+        (
+            lambda: plan([1, 1], 4, in_flight=3),
+            "in_flight must not be given under 1f1b, got 3: it goes with zero-bubble, zb-v, v-half, v-min",
+        ),
+        (
+            lambda: plan([1] * 4, 4, "v-half", chunks=2, in_flight=5),
+            "in_flight must be at least 6 under v-half, got 5",
         ),
         (
             lambda: plan([1], 4, "zero-bubble", pass_times=((1, 1, 1, 0),)),

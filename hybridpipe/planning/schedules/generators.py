@@ -29,7 +29,7 @@ from hybridpipe.planning.schedules.instructions import (
     add_sharding,
 )
 from hybridpipe.planning.schedules.registry import TRAITS
-from hybridpipe.planning.schedules.v_shape import BUILDING_BLOCKS, most_chunks, v_passes
+from hybridpipe.planning.schedules.v_shape import BUILDING_BLOCKS, v_passes
 
 UPDATE: Program = (AllReduce(), Step())
 UNLIMITED = 2**62
@@ -99,8 +99,7 @@ def in_flight_per_stage(plan: Plan, num_microbatches: int) -> tuple[int, ...]:
     Where backwards are split, a microbatch is stashed until the weights' half.
     """
     if plan.traits.takes_pass_times:
-        most = most_chunks(plan.schedule, plan.num_groups)
-        return (min(most, ceil_div(num_microbatches, plan.replicas[0])),) * plan.num_stages
+        return (min(plan.room, ceil_div(num_microbatches, plan.replicas[0])),) * plan.num_stages
     if plan.traits.interleaves:
         return _interleaved_in_flight(plan, num_microbatches)
     held = until_backward(plan, num_microbatches)
@@ -263,18 +262,24 @@ def interleaved_stash(plan: Plan, group: int, num_microbatches: int) -> frozense
     """
     most, least = ceil_div(num_microbatches, plan.replicas[0]), num_microbatches // plan.replicas[0]
     p, chunks = plan.num_groups, plan.chunks
-    stash = partial(_stash, plan.schedule, group=group, num_groups=p, chunks=chunks, times=plan.pass_times)
+    stash = partial(_stash, plan.schedule, plan.room, plan.pass_times, group, p, chunks)
     return frozenset(chain.from_iterable(stash(count) for count in {most, least}))
 
 
 @lru_cache(maxsize=4096)
 def _stash(
-    schedule: str, count: int, group: int, num_groups: int, chunks: int, times: tuple[PassTimes, ...] | None
+    schedule: str,
+    room: int,
+    times: tuple[PassTimes, ...] | None,
+    group: int,
+    num_groups: int,
+    chunks: int,
+    count: int,
 ) -> frozenset[Stash]:
     passes: Iterable[Instruction]
     if TRAITS[schedule].takes_pass_times:
         count = min(count, MOST_FORWARDS // (chunks * num_groups))
-        passes = v_passes(schedule, num_groups, count, times)[group]
+        passes = v_passes(schedule, num_groups, count, room, times)[group]
     else:
         count = min(count, 4 * num_groups + count % num_groups)  # then the pipeline repeats itself
         passes = interleaved_1f1b(range(count), group, num_groups, chunks)
@@ -383,7 +388,8 @@ def _interleaved_of(rank: _GeneratorInput) -> Iterator[Instruction]:
 
 def _v_shape_of(rank: _GeneratorInput) -> Iterator[Instruction]:
     plan, mine = rank.plan, rank.microbatches
-    for each in v_passes(plan.schedule, plan.num_groups, len(mine), plan.pass_times)[rank.place.stage]:
+    orders = v_passes(plan.schedule, plan.num_groups, len(mine), plan.room, plan.pass_times)
+    for each in orders[rank.place.stage]:
         yield type(each)(mine[each.microbatch], each.chunk)
     yield from UPDATE
 

@@ -4,6 +4,7 @@ A new schedule is one generator (`generators.GENERATORS`) and one row. Pure data
 nothing else in the package compares the name of a schedule.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 Placement = Literal["loop", "v"]
@@ -27,6 +28,8 @@ class ScheduleTraits(NamedTuple):
         spares_memory: it is slower than another one, in less memory. A request for any schedule considers it
             where memory is limited.
         takes_max_in_flight: the number of microbatches in flight can be limited.
+        least_room: where the order of passes follows their times, the microbatches that a rank must hold, of
+            all its chunks; called with the number of groups of ranks.
         most_zero: the most that `StageSpec.zero` may be. Chunks of a rank are reduced together, when the
             gradients of all are whole; an asynchronous stage's gradients are, where it updates at each.
     """
@@ -41,6 +44,7 @@ class ScheduleTraits(NamedTuple):
     placement: Placement = "loop"
     spares_memory: bool = False
     takes_max_in_flight: bool = False
+    least_room: Callable[[int], int] | None = None
     most_zero: int = 2
 
     @property
@@ -51,7 +55,7 @@ class ScheduleTraits(NamedTuple):
     @property
     def takes_pass_times(self) -> bool:
         """True if the order of passes follows their times."""
-        return self.splits_backward and self.interleaves
+        return self.least_room is not None
 
     def num_versions(self, in_flight: int) -> int:
         """Return the versions of the weights that a replica with `in_flight` microbatches in flight keeps."""
@@ -66,9 +70,9 @@ TRAITS = {
     "gpipe": ScheduleTraits(batches_wgrad=True, has_warm_up=False),
     "interleaved-1f1b": ScheduleTraits(batches_wgrad=True, interleaves=True, most_zero=1),
     "zero-bubble": ScheduleTraits(splits_backward=True),
-    "zb-v": _V_SHAPE,
-    "v-half": _V_SHAPE._replace(spares_memory=True),
-    "v-min": _V_SHAPE._replace(spares_memory=True),
+    "zb-v": _V_SHAPE._replace(least_room=lambda p: 2 * p),
+    "v-half": _V_SHAPE._replace(least_room=lambda p: 2 * ((p + 2) // 2), spares_memory=True),
+    "v-min": _V_SHAPE._replace(least_room=lambda p: 2 * ((p + 4) // 3), spares_memory=True),
     "pipedream": ScheduleTraits(
         is_asynchronous=True,
         versions="stashed",

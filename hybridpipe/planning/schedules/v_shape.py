@@ -1,7 +1,7 @@
 """V-shape: schedules whose stages go down the groups of ranks and back up again, filled by measured times.
 
 Pure: groups and microbatches are integers here, and plans are not known. Invariant: a group holds no more
-than `most_chunks`, and no order waits for ever, however uneven the times are.
+than there is room for, and no order waits for ever, however uneven the times are.
 
 Source: Qi et al., Pipeline Parallelism with Controllable Memory (NeurIPS 2024). A *building block* says in
 which slot a microbatch makes each pass in each group. Blocks repeat every six slots, one for each pass of a
@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from heapq import heappop, heappush
 from itertools import product
-from typing import NamedTuple
 
 from hybridpipe.planning.plan import PassTimes
 from hybridpipe.planning.schedules.instructions import BackwardInput, BackwardWeight, Forward
@@ -27,19 +26,6 @@ Orders = Sequence[Sequence[Pass]]  # of each group
 SLOTS = 6  # from one microbatch to the next
 KINDS = 4  # of passes in a group, as a microbatch makes them: forwards of both chunks, then inputs' halves
 ALIKE = PassTimes(1, 1, 1, 0)
-
-
-class BuildingBlock(NamedTuple):
-    """A building block, for p groups.
-
-    Args:
-        most: the most microbatches that a group holds, summed over its chunks. One is held from its forward
-            to its weights' half.
-        slots: those of a microbatch's passes in a group, by KINDS; called with p and the group.
-    """
-
-    most: Callable[[int], int]
-    slots: Callable[[int, int], tuple[int, int, int, int]]
 
 
 def _v_min(p: int, group: int) -> tuple[int, int, int, int]:
@@ -56,21 +42,17 @@ def _zb_v(p: int, group: int) -> tuple[int, int, int, int]:
     return 4 * group, 6 * p - 4 - 2 * group, 6 * p - 3 + 2 * group, 10 * p - 6 - 2 * group
 
 
-BUILDING_BLOCKS = {
-    "v-min": BuildingBlock(lambda p: 2 * ((p + 4) // 3), _v_min),
-    "v-half": BuildingBlock(lambda p: 2 * ((p + 2) // 2), _v_half),
-    "zb-v": BuildingBlock(lambda p: 2 * p, _zb_v),
+# The slots of a microbatch's passes in a group, by KINDS; called with the number of groups, and the group.
+BUILDING_BLOCKS: dict[str, Callable[[int, int], tuple[int, int, int, int]]] = {
+    "v-min": _v_min,
+    "v-half": _v_half,
+    "zb-v": _zb_v,
 }
-
-
-def most_chunks(schedule: str, num_groups: int) -> int:
-    """Return the most microbatches that a group of ranks holds, summed over its chunks."""
-    return BUILDING_BLOCKS[schedule].most(num_groups)
 
 
 @lru_cache(maxsize=8)
 def v_passes(
-    schedule: str, num_groups: int, count: int, times: tuple[PassTimes, ...] | None = None
+    schedule: str, num_groups: int, count: int, room: int, times: tuple[PassTimes, ...] | None = None
 ) -> Orders:
     """Return the order of each group's passes, for microbatches 0 to count - 1.
 
@@ -78,11 +60,13 @@ def v_passes(
     greedy choice may delay what matters more.
 
     Args:
+        room: the most microbatches that a group holds, summed over its chunks, each from its forward to its
+            weights' half. At least the schedule's (`ScheduleTraits.least_room`).
         times: of each stage; None: all passes take equally long, and messages no time.
     """
     alike = (ALIKE,) * (2 * num_groups)
     tried = product(dict.fromkeys((times or alike, alike)), (True, False))
-    orders = [_Filling(schedule, num_groups, count, each, fills).run() for each, fills in tried]
+    orders = [_Filling(schedule, num_groups, count, room, each, fills).run() for each, fills in tried]
     return min(orders, key=partial(_duration, times=times or alike))
 
 
@@ -125,11 +109,11 @@ class _Filling:
     """
 
     def __init__(
-        self, schedule: str, num_groups: int, count: int, times: Sequence[PassTimes], fills: bool
+        self, schedule: str, num_groups: int, count: int, room: int, times: Sequence[PassTimes], fills: bool
     ) -> None:
-        block, p = BUILDING_BLOCKS[schedule], num_groups
-        self.p, self.count, self.times, self.fills = p, count, times, fills
-        self.room, self.slots = block.most(p), [block.slots(p, group) for group in range(p)]
+        p, slots = num_groups, BUILDING_BLOCKS[schedule]
+        self.p, self.count, self.room, self.times, self.fills = p, count, room, times, fills
+        self.slots = [slots(p, group) for group in range(p)]
         forwards = range(2 * p)
         self.lasts = [times[s].forward for s in forwards]
         self.lasts += [times[s].backward_input for s in reversed(forwards)]

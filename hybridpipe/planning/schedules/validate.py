@@ -45,7 +45,6 @@ from hybridpipe.planning.schedules.instructions import (
     SendGradient,
     Step,
 )
-from hybridpipe.planning.schedules.v_shape import most_chunks
 
 OnMicrobatch = (
     Forward
@@ -141,9 +140,7 @@ class _RankCheck:
         self.zero = plan.zero_of(place.stage)
         self.reduction = ReduceScatter if plan.scatters(place.stage) else AllReduce
         self.num_reductions = ceil_div(count, plan.replicas[place.stage]) if self.zero == 2 else 1
-        self.most = None
-        if plan.traits.takes_pass_times:
-            self.most = most_chunks(plan.schedule, plan.num_groups)
+        self.most = plan.room  # of all chunks; 0: each has its own
         self.at = ""
         self.seen: set[Instruction] = set()
         self.stashed = [0] * len(self.stages)
@@ -273,7 +270,7 @@ class _RankCheck:
         allowed = self.allowed[self.stages[chunk]]
         if self.stashed[chunk] > allowed:
             self.fail(f"at most {allowed} microbatches may be stashed, this is one more")
-        if self.most is not None and sum(self.stashed) > self.most:
+        if 0 < self.most < sum(self.stashed):
             self.fail(f"at most {self.most} microbatches of all chunks may be stashed, this is one more")
         if self.versions is not None:
             self.check_version(m, self.versions(m))

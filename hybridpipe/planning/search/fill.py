@@ -1,11 +1,12 @@
-"""Fill: zero-bubble's two numbers, as large as a bubble needs and memory allows.
+"""Fill: the numbers of plans that split backwards, as large as a bubble needs and memory allows.
 
 Not known here: other plans than the one to be filled. Invariant: with the numbers that are returned every
 rank has the memory that it needs. Source: ZB-2p (Qi et al., ICLR 2024, section 3 and appendix B).
 
 A first microbatch takes some time to the last stage and back. The first stage has no bubble if it forwards
 others during that time, and the last stage, which starts later, ends no later if it has weight gradients left
-for that long. The simulator decides between two lags, since whole microbatches never fit exactly.
+for that long. The simulator decides between two lags, since whole microbatches never fit exactly. In a V a
+rank with room for more than its schedule needs runs more forwards where it would wait.
 """
 
 import math
@@ -28,6 +29,8 @@ from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import UNLIMITED, ceil_div, until_backward
 from hybridpipe.planning.simulator.predict import predict
 
+# The most microbatches for which ranks of a V get room, by group of ranks; 2 are enough without messages.
+WIDEST = 3
 # Lags to try beyond the one that is needed, as shares of the number of stages: each stage's is rounded.
 BEYOND = (0, 1 / 2)
 TIE = 1e-9  # relative: times that differ by less are equal
@@ -37,11 +40,14 @@ def filled(plan: Plan, profile: ModelProfile, cluster: Cluster, fits: Callable[[
     """Return a plan that splits backwards with more in flight and a longer lag, with its prediction.
 
     Of those that fit it is the one whose slowest rank takes least time, which is the pace of minibatches that
-    follow each other. None: no rank takes less time, or there is no memory for more.
+    follow each other. None: no rank takes less time, or there is no memory for more. In a V, where no half
+    lags by a number, it is the one whose minibatch takes least time.
 
     Args:
         fits: True for a plan that every rank has the memory for.
     """
+    if plan.traits.least_room:
+        return _roomier(plan, profile, cluster, fits)
     in_flight, lag = _needed(plan, profile, cluster)
     usual = max(until_backward(plan, UNLIMITED))
     more = _most(range(usual + 1, in_flight + 1), lambda count: fits(replace(plan, in_flight=count)))
@@ -75,6 +81,27 @@ def tuned(plan: Plan, profile: ModelProfile, cluster: Cluster, fits: Callable[[P
                     best, least = replace(made, predicted=prediction), seconds
         if least == before:
             break
+    return best
+
+
+def _roomier(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, fits: Callable[[Plan], bool]
+) -> Plan | None:
+    """Return a plan in a V whose ranks hold more, with its prediction; None if none is faster.
+
+    These have room for as many as fit, for one less, and for what is enough where messages take no time: a
+    greedy order does not always gain by more.
+    """
+    own, enough = plan.room, 2 * plan.num_groups
+    most = min(WIDEST * plan.num_groups, plan.chunks * ceil_div(plan.num_microbatches, plan.replicas[0]))
+    most = _most(range(own + 1, most + 1), lambda count: fits(replace(plan, in_flight=count)))
+    best, least = None, (plan.predicted or predict(plan, profile, cluster)[1]).minibatch_seconds
+    for count in sorted({most - 1, most, min(enough, most)}):
+        made = replace(plan, in_flight=max(count, own), predicted=None)
+        if count > own and fits(made):
+            prediction = predict(made, profile, cluster)[1]
+            if prediction.minibatch_seconds < least * (1 - TIE):
+                best, least = replace(made, predicted=prediction), prediction.minibatch_seconds
     return best
 
 

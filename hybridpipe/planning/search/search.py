@@ -56,6 +56,7 @@ __all__ = [
 
 EVERY_NUMBER = 16  # of ranks, below which the plans for all smaller numbers are searched for, too
 NUM_FILLED = 12  # plans that split backwards whose numbers are chosen, for each number of ranks
+NUM_FILLED_OF_V = 2  # whose orders take longer to make
 SMALL = 1500  # layers times ranks; beyond, twice the programs take twice the time
 TIGHT, NUM_TIGHT = 0.9, 8  # part of the best plan's memory, and plans that need less
 TIE = 1e-9  # relative: times that differ by less are equal
@@ -146,14 +147,16 @@ def _filled(problem: Problem, candidates: Sequence[Candidate], outlook: "_Outloo
 
     The numbers change the order: of eight ranks with 1 Gbit/s some plans behind the first gain a fifth.
     """
-    count = 1 if problem.is_large else NUM_FILLED  # where a simulation takes seconds
+    takes_lags = problem.request.traits.takes_lags
+    count = NUM_FILLED if takes_lags else NUM_FILLED_OF_V
+    count = 1 if problem.is_large else count  # where a simulation takes seconds
     several = (each for each in candidates if each.plan.num_stages > 1 and is_simulated(each.plan))
     for each in sorted(several, key=lambda each: each.seconds)[:count]:
         if each.seconds_without_bubble >= outlook.best:
             continue
         plan = filled(each.plan, problem.profile, problem.cluster, problem.fits)
         if plan is not None:
-            if seconds_of(plan) < outlook.best and not problem.is_large:
+            if takes_lags and seconds_of(plan) < outlook.best and not problem.is_large:
                 plan = tuned(plan, problem.profile, problem.cluster, problem.fits)
             outlook.best = min(outlook.best, seconds_of(plan))
             yield replace(each, plan=plan)
@@ -218,7 +221,7 @@ def _all_candidates(problems: Sequence[Problem], outlook: _Outlook) -> list[Cand
             candidates += _refined(problem, candidates)
             outlook.best = min(outlook.best, *(each.seconds for each in candidates))
     for problem, candidates in zip(problems, found, strict=True):
-        if problem.request.traits.takes_lags:  # first where equal: their pace is higher
+        if problem.request.traits.splits_backward:  # first where equal: their pace is higher
             candidates[:0] = list(_filled(problem, candidates, outlook))
     return [each for candidates in found for each in candidates]
 

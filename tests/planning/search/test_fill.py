@@ -2,9 +2,15 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.memory import peak_memory_bytes
+from hybridpipe.planning.cost.pass_times import with_pass_times
+from hybridpipe.planning.schedules.generators import programs
+from hybridpipe.planning.schedules.v_shape import BUILDING_BLOCKS
+from hybridpipe.planning.schedules.validate import validate
 from hybridpipe.planning.search.fill import filled, tuned
 from hybridpipe.planning.search.search import fits
 from hybridpipe.planning.simulator.predict import predict
@@ -111,3 +117,79 @@ def test_a_search_tunes_the_numbers_of_its_best():
     profile = model(*[replace(EQUAL.layers[0], output_bytes=150, parameter_bytes=10**4)] * 3)
     best = search(profile, Cluster.flat(3, 100.0, 0.0), 16, schedule="zero-bubble")[0]
     assert best.plan.in_flight == 5 and best.seconds == pytest.approx(59.0)
+
+
+EIGHT = model(*[replace(layer(1, 2, 1, activation=100), weight_seconds=1)] * 8)
+
+
+def rooms_of_v(made, profile, cluster):
+    found = fill(with_pass_times(made, profile, cluster), profile, cluster)
+    return found and found.in_flight
+
+
+@pytest.mark.parametrize("room, in_flight", [(6, None), (7, 7), (8, 8), (9, 8), (30, 8)])
+def test_a_v_takes_the_room_that_there_is(room, in_flight):
+    """From v-half's own to zb-v's; with free messages more gains nothing."""
+    cluster = replace(free(4), memory_bytes=100 * room + 4)
+    made = plan([1] * 4, 16, "v-half", chunks=2)
+    assert rooms_of_v(made, EIGHT, cluster) == in_flight
+
+
+def test_messages_want_more_room_in_a_v():
+    assert rooms_of_v(plan([1] * 4, 16, "zb-v", chunks=2), EIGHT, Cluster.flat(4, 1e300, 1.0)) > 8
+
+
+@st.composite
+def uneven_in_a_v(draw):
+    """A plan in a V of any layers and links, and parts of the memory that two microbatches more take."""
+    figures = st.integers(0, 9)
+    num_groups, replicas = draw(st.integers(2, 4)), draw(st.integers(1, 2))
+    layers = [
+        replace(
+            layer(1 + draw(figures), 1 + draw(figures), 1, draw(figures), 1 + draw(figures)), split_bytes=1
+        )
+        for _ in range(2 * num_groups)
+    ]
+    made = plan(
+        [replicas] * num_groups, draw(st.integers(1, 20)), draw(st.sampled_from(sorted(BUILDING_BLOCKS))), 2
+    )
+    cluster = Cluster.flat(
+        made.num_ranks, draw(st.sampled_from([1.0, 10.0, 1e300])), draw(st.sampled_from([0, 2.0]))
+    )
+    return model(*layers), made, cluster, draw(st.floats(1, 1.5))
+
+
+@given(uneven_in_a_v())
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_what_is_found_for_a_v_fits_is_valid_and_faster(case):
+    profile, made, cluster, part = case
+    made = with_pass_times(made, profile, cluster)
+    limited = replace(cluster, memory_bytes=int(max(peak_memory_bytes(profile, made)) * part))
+    if (found := fill(made, profile, limited)) is not None:
+        assert fits(found, profile, limited) and found.in_flight > made.room
+        validate(found, programs(found))
+        assert found.predicted == predict(found, profile, limited)[1]
+        assert found.predicted.minibatch_seconds < predict(made, profile, limited)[1].minibatch_seconds
+
+
+def test_more_room_may_take_less_memory_and_what_is_found_fits():
+    """Room for nine takes 304 bytes, and for eight 306, as another microbatch then comes first."""
+    rows = [(3, 3, 1), (3, 3, 1), (3, 2, 50), (2, 2, 50), (1, 1, 50), (1, 1, 1)]
+    layers = [layer(ahead, back, 1, activation=held) for ahead, back, held in rows]
+    profile = model(*[replace(each, split_bytes=1) for each in layers])
+    made = with_pass_times(plan([1] * 3, 8, "v-min", 2), profile, free(3))
+    peaks = [max(peak_memory_bytes(profile, replace(made, in_flight=room))) for room in (8, 9)]
+    found = fill(made, profile, replace(free(3), memory_bytes=304))
+    assert peaks == [306, 304] and found.in_flight == 9
+
+
+def test_a_search_gives_a_v_the_room_that_memory_has():
+    """Weights are dear to reduce, so that there are stages; of v-half's six there may be seven."""
+    profile = model(*[replace(each, parameter_bytes=1000) for each in EIGHT.layers])
+    cluster = Cluster.flat(4, 100.0, 0.0)
+    needed = max(peak_memory_bytes(profile, plan([1] * 4, 32, "v-half", chunks=2)))
+    limited = replace(cluster, memory_bytes=needed + 100)
+    best, *others = search(profile, limited, 32, schedule="v-half")
+    assert best.plan.in_flight == 7
+    assert best.seconds < min(each.seconds for each in others if each.plan.in_flight is None)
+    assert max(best.plan.predicted.peak_memory_bytes) <= needed + 100
