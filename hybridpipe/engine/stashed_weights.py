@@ -1,8 +1,8 @@
 """StashedWeights: each microbatch's version of the weights under an asynchronous schedule.
 
 The plan names the version, `stage.weights` keeps it. Knows no messages and no optimizer.
-Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); PipeDream-2BW (ICML 2021); weights that are
-predicted once, before the forward, PipeOptim (Guan et al. 2023).
+Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); PipeDream-2BW (ICML 2021); prediction
+before the forward, PipeOptim (Guan et al. 2023).
 """
 
 from collections.abc import Iterable, Mapping

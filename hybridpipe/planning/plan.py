@@ -149,9 +149,7 @@ def check_prediction(prediction: str, vertical_sync: bool) -> None:
         )
 
 
-def check_takes(
-    schedule: str, vertical_sync: bool, max_in_flight: int | None, prediction: str = NO_PREDICTION
-) -> None:
+def check_takes(schedule: str, vertical_sync: bool, max_in_flight: int | None, prediction: str) -> None:
     """Raises ValueError for an option that the schedule cannot take."""
     traits = TRAITS[schedule]
     if vertical_sync and traits.versions != "stashed":
@@ -188,8 +186,8 @@ class Plan:
             2019, section 3.3).
         max_in_flight: the most microbatches that a replica may stash, fewer than the schedule would; saves
             memory.
-        prediction: of the weights that a late gradient will change, under an asynchronous schedule; forward
-            and backward use them. One of PREDICTIONS.
+        prediction: one of PREDICTIONS. Under an asynchronous schedule forward and backward then use weights
+            that are predicted for the update that their gradient goes into.
         recompute: every stage recomputes, whatever the stages say.
         zero: the least `StageSpec.zero` of all stages, whatever they say.
         in_flight: the microbatches whose split backward has not begun, in the stage that has most; the others

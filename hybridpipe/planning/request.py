@@ -94,8 +94,14 @@ class PlanRequest:
         recompute = any(map(plan.recomputes, range(plan.num_stages)))
         sharded = {plan.zero_of(s) for s, replicas in enumerate(plan.replicas) if replicas > 1}
         zero = AUTO if len(sharded) > 1 else max(sharded, default=0)
-        options = plan.vertical_sync, plan.max_in_flight, zero, plan.prediction
-        return cls(plan.schedule, False, recompute, *options)
+        return cls(
+            plan.schedule,
+            recompute=recompute,
+            vertical_sync=plan.vertical_sync,
+            max_in_flight=plan.max_in_flight,
+            zero=zero,
+            prediction=plan.prediction,
+        )
 
     @property
     def schedules(self) -> list[str]:

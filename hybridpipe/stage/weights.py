@@ -2,7 +2,7 @@
 
 A version is a set of leaf tensors that lives as long as a microbatch's graph or stash refers to it.
 Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); two versions, PipeDream-2BW (ICML 2021);
-weights that are predicted once, before the forward, PipeOptim (Guan et al. 2023).
+prediction before the forward, PipeOptim (Guan et al. 2023).
 """
 
 import weakref

@@ -268,8 +268,13 @@ def test_each_stage_skips_what_overflows_and_all_later_scales_halve(name, rule):
     data[17][0][0, 0] = 1000.0  # overflows in the first stage only
     schedule, count = ("pipedream-2bw", 2) if rule == "2bw" else ("pipedream", 1)
     given = {"model": model, "loss": weighed, "scale": LossScale(2.0**1018, 0, True)}
-    given |= {"vertical_sync": rule == "vertical"}
-    result = compare(name, schedule, rule, OPTIMIZERS["adam"], data, 4 // count, count, **given)
+    synced = {"vertical_sync": rule == "vertical"}
+    result = compare(name, schedule, rule, OPTIMIZERS["adam"], data, 4 // count, count, **synced, **given)
+    if rule != "vertical":
+        predicting = compare(
+            name, schedule, rule, OPTIMIZERS["adam"], data, 4 // count, count, prediction="xpipe", **given
+        )
+        assert predicting.executors[0].num_skipped >= 3
     executors = [result.executors[rank] for rank in sorted(result.executors)]
     assert executors[0].num_skipped >= 3
     if name.startswith("1-"):

@@ -1,8 +1,9 @@
 """Under mpirun: train asynchronously and compare every parameter with the formulas, in float64.
 
-Usage: asynchronous.py [--rates] [--zero] [--predict] PLAN... with plans such as 2-2 or 1-2-1; in 2-2:mpi that backend
-sums gradients. With --rates there is a scheduler, and delay warm-up where there can be. With --zero replicas
-shard the update, in some stages by a reduce-scatter. With --predict weights are predicted, in two epochs.
+Usage: asynchronous.py [--rates] [--zero] [--predict] PLAN... with plans such as 2-2 or 1-2-1; in 2-2:mpi that
+backend sums gradients. With --rates there is a scheduler, and delay warm-up where there can be. With --zero
+replicas shard the update, in some stages by a reduce-scatter. With --predict weights are predicted, in two
+epochs.
 """
 
 import sys
