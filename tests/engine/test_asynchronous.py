@@ -121,6 +121,13 @@ def test_predicted_weights(name, optimizer):
         compare(name, schedule, rule, factory, data, 6 // count, count, prediction=prediction)
 
 
+@pytest.mark.parametrize("name, size, limit", [("1-2", 2, 1), ("1-4", 2, 1), ("1-3", 4, 2), ("1-3-2", 3, 1)])
+def test_weights_are_predicted_before_an_update_that_comes_before_the_forward(name, size, limit):
+    """With few in flight a replica's first forward of a minibatch may come after the update before it."""
+    data, given = make_data(20, 2 * size, last=2 * size), {"prediction": "spectrain", "max_in_flight": limit}
+    compare(name, "pipedream-2bw", "2bw", OPTIMIZERS["sgd"], data, 2, size, **given)
+
+
 def two_rates(parameters):
     """The weights of a stage and its biases in groups of their own."""
     matrices, biases = ([p for p in parameters if (p.ndim > 1) == wide] for wide in (True, False))

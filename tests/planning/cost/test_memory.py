@@ -284,6 +284,16 @@ def test_a_curve_with_versions():
     assert {bytes_ for _, bytes_ in seen[1]} == {20}
 
 
+@pytest.mark.parametrize("schedule, size", [("pipedream", 1), ("pipedream-2bw", 4)])
+def test_curves_with_predictions_reach_the_peak(schedule, size):
+    profile = model(*[layer(1, 2, parameters=50)] * 3)
+    made = plan([1, 1, 1], size, schedule, prediction="spectrain")
+    timeline, prediction = predict(made, profile, free(3))
+    seen = curves(profile, made, timeline)
+    most = [max(bytes_ for _, bytes_ in curve) for curve in seen.values()]
+    assert most == list(prediction.peak_memory_bytes)
+
+
 LAYER = st.builds(
     lambda forward, parameters, output, activation: layer(forward, 2, parameters, output, activation, 0.5),
     st.integers(0, 3),
