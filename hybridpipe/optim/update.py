@@ -149,8 +149,8 @@ class UpdateRule(UpdateOptions):
 
     def why_not_predicted(self, parameters: Sequence[Tensor], plan: Plan) -> str | None:
         """Return why the optimizer's state does not predict weights as the plan asks; None if it does."""
-        trained = [p for p in parameters if p.requires_grad][:1] if plan.predicts_weights else []
-        return why_not_predicted(self._optimizer(trained), plan.prediction)
+        optimizer = self._optimizer(parameters) if plan.predicts_weights else None
+        return why_not_predicted(optimizer, plan.prediction)
 
     def why_not_halved(self, model: nn.Module) -> str | None:
         """Return why the optimizer cannot update halves of the model's parameters; None if it can."""

@@ -191,8 +191,8 @@ class WeightVersions:
             added up in the Parameter's own.
         predict: predicts weights after further updates from the newest ones; its tensors are new, or share
             the Parameters' storage.
-        ahead: the most updates ahead of the newest version for which weights are asked for. A version with a
-            later number than the newest is predicted, and is asked for before the next version but `ahead`.
+        ahead: a version may be asked for from `ahead` updates before its own on, and is then predicted. What
+            is asked for later is still predicted there.
     """
 
     def __init__(
