@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hybridpipe.errors import UserError
 from hybridpipe.files import read_cluster, read_plan, read_profile, write_json
+from hybridpipe.planning.checks import PREDICTIONS
 from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.plan import PassTimes, Plan, Prediction, StageSpec
 from hybridpipe.planning.profile import LayerProfile, ModelProfile, SharedParameter
@@ -34,6 +35,7 @@ PLAN = """\
   ],
   "chunks": 1,
   "vertical_sync": false,
+  "prediction": "off",
   "recompute": false,
   "zero": 0,
   "predicted": {"minibatch_seconds": 0.41, "samples_per_second": 620.0, "bubble_fraction": 0.08, "peak_memory_bytes": [1, 1, 1, 1]}
@@ -363,12 +365,15 @@ def plans(draw: st.DrawFn) -> Plan:
         stages = [replace(each, ranks=ranks) for each, ranks in zip(stages, groups + groups[::-1])]
         times = draw(st.sampled_from((None, (PassTimes(3, 4, 2, 1),) * len(stages))))
         in_flight = draw(st.none() | counts.map(lambda more: 2 * len(stages) + more))
+    synced = schedule == "pipedream" and draw(st.booleans())
+    predicts = schedule in ASYNCHRONOUS and not synced and not any(each.zero for each in stages)
     return Plan(
         tuple(stages),
         schedule,
         num_microbatches=1 if schedule == "pipedream" else draw(counts),
         chunks=2 if chunked else 1,
-        vertical_sync=schedule == "pipedream" and draw(st.booleans()),
+        vertical_sync=synced,
+        prediction=draw(st.sampled_from(PREDICTIONS)) if predicts else "off",
         max_in_flight=draw(st.none() | counts) if schedule in ("1f1b", *ASYNCHRONOUS) else None,
         recompute=draw(st.booleans()),
         in_flight=in_flight,

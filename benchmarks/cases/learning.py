@@ -38,12 +38,14 @@ class Way:
     schedule: str
     straight: bool = True
     vertical_sync: bool = False
+    prediction: str = "off"
 
     @property
     def name(self) -> str:
         """Name for tables and folders."""
         plan = "straight" if self.straight else "dp"
-        return f"{plan}, {self.schedule}" + (", vertical sync" if self.vertical_sync else "")
+        options = [("vertical sync", self.vertical_sync), (self.prediction, self.prediction != "off")]
+        return ", ".join([plan, self.schedule, *(name for name, is_on in options if is_on)])
 
     def overrides(self, example: str) -> list[str]:
         """Return the changes to the example's config: under pipedream a microbatch is a whole minibatch."""
@@ -58,6 +60,7 @@ class Way:
             schedule=self.schedule,
             num_microbatches=1 if self.schedule == "pipedream" else straight.num_microbatches,
             vertical_sync=self.vertical_sync,
+            prediction=self.prediction,
             predicted=None,
         )
 
@@ -67,7 +70,9 @@ WAYS = (
     Way("1f1b"),
     Way("pipedream"),
     Way("pipedream", vertical_sync=True),
+    Way("pipedream", prediction="xpipe"),  # both examples train by Adam
     Way("pipedream-2bw"),
+    Way("pipedream-2bw", prediction="xpipe"),
 )
 # Colour and line style of each way.
 STYLES = dict(
@@ -78,7 +83,9 @@ STYLES = dict(
             (results.SYNCHRONOUS, "solid"),
             (results.ASYNCHRONOUS, "solid"),
             (results.ASYNCHRONOUS, "dashed"),
+            (results.ASYNCHRONOUS, "dashdot"),
             (results.ASYNCHRONOUS, "dotted"),
+            (results.ASYNCHRONOUS, (0, (1, 5))),
         ),
         strict=True,
     )

@@ -26,7 +26,14 @@ from hybridpipe.cli.values import (
     zero,
 )
 from hybridpipe.launch.batch import NOTICE_SECONDS
-from hybridpipe.planning.checks import AUTO_SYNC, BACKENDS, COMPRESSIONS, NO_COMPRESSION
+from hybridpipe.planning.checks import (
+    AUTO_SYNC,
+    BACKENDS,
+    COMPRESSIONS,
+    NO_COMPRESSION,
+    NO_PREDICTION,
+    PREDICTIONS,
+)
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES
 
 Command = Callable[[str, str], argparse.ArgumentParser]  # adds a command: its name, its help
@@ -150,6 +157,12 @@ def add_plan(command: Command) -> None:
     )
     plan.add_argument(
         "--vertical-sync", action="store_true", help="pipedream: all stages use the input stage's version"
+    )
+    plan.add_argument(
+        "--prediction",
+        choices=PREDICTIONS,
+        default=NO_PREDICTION,
+        help="asynchronous: compute with predicted weights, by momentum (spectrain) or Adam (xpipe)",
     )
     plan.add_argument(
         "--max-in-flight", type=positive, metavar="N", help="the most microbatches that a rank stashes"

@@ -120,7 +120,10 @@ class Executor:
         self.stashed: StashedWeights | None = None
         if plan.is_asynchronous and self.place is not None:
             layers = stages[0].layers
-            self.stashed = StashedWeights(plan, self.place, layers.module, self.statistics, layers.precision)
+            predict = partial(parts.update.predicted, plan.prediction) if plan.predicts_weights else None
+            self.stashed = StashedWeights(
+                plan, self.place, layers.module, self.statistics, layers.precision, predict
+            )
 
     def renew(self) -> None:
         """Adopt the layers' present modes, hooks and requires_grad. Collective over the stage's replicas."""

@@ -1,7 +1,8 @@
 """StashedWeights: each microbatch's version of the weights under an asynchronous schedule.
 
 The plan names the version, `stage.weights` keeps it. Knows no messages and no optimizer.
-Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); PipeDream-2BW (ICML 2021).
+Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); PipeDream-2BW (ICML 2021); prediction
+before the forward, PipeOptim (Guan et al. 2023).
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.schedules.generators import versions
-from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates
+from hybridpipe.planning.schedules.generators import delay_of, weights_numbers
+from hybridpipe.planning.schedules.resume_point import ResumePoint, first_microbatch, num_updates
 from hybridpipe.stage.recompute import ChangingBuffers
 from hybridpipe.stage.statistics import RunningStatistics
-from hybridpipe.stage.weights import Weights, WeightVersions
+from hybridpipe.stage.weights import Predict, Weights, WeightVersions
 
 
 class ForwardState(NamedTuple):
@@ -36,6 +37,9 @@ class StashedWeights:
 
     It also keeps, for each microbatch in flight, the buffers that its forward has changed: a run that resumes
     from a checkpoint repeats that forward. `keeps_forward_state = False` turns this off.
+
+    Args:
+        predict: predicts weights, if the plan asks for it.
     """
 
     keeps_forward_state = True
@@ -47,11 +51,13 @@ class StashedWeights:
         layers: nn.Sequential,
         statistics: RunningStatistics,
         precision: Precision = FP32,
+        predict: Predict | None = None,
     ) -> None:
-        self._plan, self._stage = plan, place.stage
-        self.versions = WeightVersions(layers, precision)
+        self._plan, self._place = plan, place
+        ahead = delay_of(plan, place.stage) if plan.predicts_weights else 0
+        self.versions = WeightVersions(layers, precision, predict, ahead)
         self._layers, self._statistics = layers, statistics
-        self._number = versions(plan, place.stage)
+        self._number = weights_numbers(plan, place.stage)
         self._replicas = plan.replicas[place.stage]
         self._buffers = ChangingBuffers(layers)
         self._of: dict[int, Weights] = {}
@@ -66,9 +72,11 @@ class StashedWeights:
     def begin(self, point: ResumePoint) -> None:
         """Start a stream, or continue it at a resume point."""
         self._of, self._forward_states = {}, {}
-        self.versions.begin()
-        self._first = self.versions.newest - num_updates(self._plan, self._stage, point)
-        self.versions.keep_from(self._first)
+        if not point.is_inside:  # else the newest may be one that was predicted, and is restored
+            self.versions.begin()
+        self._first = self.versions.newest - num_updates(self._plan, self._place.stage, point)
+        first = first_microbatch(self._plan, self._place, point)
+        self.versions.keep_from(self._first + self._number(first))
 
     def weights_for(self, microbatch: int) -> Weights:
         """Return the microbatch's version of the weights; call this before its forward.
@@ -106,8 +114,9 @@ class StashedWeights:
         return self.versions.update()
 
     def end(self) -> None:
-        """Drop all versions but the newest."""
+        """Drop all versions: the Parameters have the newest."""
         self.versions.keep_from(self.versions.newest)
+        self.versions.begin()
 
     def kept(self, numbers: Iterable[int]) -> dict[int, Weights]:
         """Return versions that microbatches in flight or still to come use, by the plan's numbers."""

@@ -22,6 +22,7 @@ from hybridpipe.model.precision import Precision
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.optim.named import with_names
+from hybridpipe.optim.prediction import predicted, why_not_predicted
 from hybridpipe.optim.shards import Shards, take_over
 from hybridpipe.optim.trial import why_not_apart
 from hybridpipe.planning.plan import Plan
@@ -145,6 +146,11 @@ class UpdateRule(UpdateOptions):
         why = why_not_apart(self._optimizer, parameters, parameters, shards.ranges, sparse)
         needed = "zero needs an optimizer that updates each element by itself"
         return why and f"{needed}: {why}; set zero = 0, {allowed}"
+
+    def why_not_predicted(self, parameters: Sequence[Tensor], plan: Plan) -> str | None:
+        """Return why the optimizer's state does not predict weights as the plan asks; None if it does."""
+        optimizer = self._optimizer(parameters) if plan.predicts_weights else None
+        return why_not_predicted(optimizer, plan.prediction)
 
     def why_not_halved(self, model: nn.Module) -> str | None:
         """Return why the optimizer cannot update halves of the model's parameters; None if it can."""
@@ -316,6 +322,11 @@ class Update:
         for parameter in self._parameters if factor != 1 else ():
             if parameter.grad is not None:  # not in place, since two gradients may share their memory
                 parameter.grad = parameter.grad * factor  # one by one: no second set of them is held
+
+    def predicted(self, prediction: str, parameters: Sequence[Tensor], updates: int) -> list[Tensor]:
+        """Return the parameters' weights after `updates` more updates at the next one's learning rate."""
+        times = updates * self.learning_rate.factor(self.num_minibatches)
+        return predicted(self.optimizer, prediction, parameters, times)
 
     def end_step(self, num_minibatches: int) -> None:
         """End a step, made or skipped: drop its gradients, and step the learning-rate scheduler."""

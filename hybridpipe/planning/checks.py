@@ -14,6 +14,8 @@ PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")  # of a microbatch; `Traine
 BACKENDS = ("horovod", "mpi", "torch")  # that sum gradients over replicas (`hybridpipe.collectives`)
 NO_COMPRESSION = "none"
 COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # the share of a gradient's bytes that a reduction moves
+NO_PREDICTION = "off"
+PREDICTIONS = (NO_PREDICTION, "spectrain", "xpipe")  # of weights (`hybridpipe.optim.prediction`)
 AUTO_SYNC = "auto"  # the default backend that is there, unless another was measured to be clearly faster
 
 

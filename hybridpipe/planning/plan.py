@@ -11,7 +11,16 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybridpipe.planning.checks import BACKENDS, MAX_RANKS, non_negative_int, one_of, plain, positive_int
+from hybridpipe.planning.checks import (
+    BACKENDS,
+    MAX_RANKS,
+    NO_PREDICTION,
+    PREDICTIONS,
+    non_negative_int,
+    one_of,
+    plain,
+    positive_int,
+)
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, Placement, ScheduleTraits
 
 PLAN_FORMAT = "hybridpipe-plan/1"
@@ -133,11 +142,27 @@ def check_zero(zero: int) -> None:
     one_of("zero", zero, ZERO)
 
 
-def check_takes(schedule: str, vertical_sync: bool, max_in_flight: int | None) -> None:
+def check_prediction(prediction: str, vertical_sync: bool) -> None:
+    """Raises ValueError unless `prediction` is one of PREDICTIONS, and goes with `vertical_sync`."""
+    one_of("prediction", prediction, PREDICTIONS)
+    if prediction != NO_PREDICTION and vertical_sync:
+        raise ValueError(
+            f"vertical_sync must be false with prediction = {prediction!r}, got true: predicted weights are "
+            "of one version in all stages already"
+        )
+
+
+def check_takes(schedule: str, vertical_sync: bool, max_in_flight: int | None, prediction: str) -> None:
     """Raises ValueError for an option that the schedule cannot take."""
     traits = TRAITS[schedule]
     if vertical_sync and traits.versions != "stashed":
         raise ValueError(f"vertical_sync must be false under {schedule}, got true")
+    check_prediction(prediction, vertical_sync)
+    if prediction != NO_PREDICTION and not traits.is_asynchronous:
+        raise ValueError(
+            f"prediction must be {NO_PREDICTION} under {schedule}, whose gradients are never late, "
+            f"got {prediction!r}"
+        )
     if max_in_flight is not None:
         positive_int("max_in_flight", max_in_flight)
         if not traits.takes_max_in_flight:
@@ -164,6 +189,8 @@ class Plan:
             2019, section 3.3).
         max_in_flight: the most microbatches that a replica may stash, fewer than the schedule would; saves
             memory.
+        prediction: one of PREDICTIONS. Under an asynchronous schedule forward and backward then use weights
+            that are predicted for the update that their gradient goes into.
         recompute: every stage recomputes, whatever the stages say.
         zero: the least `StageSpec.zero` of all stages, whatever they say.
         in_flight: the microbatches whose split backward has not begun, in the stage that has most; the others
@@ -191,6 +218,7 @@ class Plan:
     placement: Placement | None = None
     vertical_sync: bool = False
     max_in_flight: int | None = None
+    prediction: str = NO_PREDICTION
     recompute: bool = False
     zero: int = 0
     in_flight: int | None = None
@@ -263,7 +291,7 @@ class Plan:
                 f"num_microbatches must be 1 under {self.schedule}, where a minibatch travels whole, "
                 f"got {self.num_microbatches}"
             )
-        check_takes(self.schedule, self.vertical_sync, self.max_in_flight)
+        check_takes(self.schedule, self.vertical_sync, self.max_in_flight, self.prediction)
         for name in SPLIT_OPTIONS:
             if getattr(self, name) is not None:
                 self._check_split_option(name, getattr(self, name))
@@ -315,6 +343,11 @@ class Plan:
             zero, group = max(self.zero, stage.zero), self.group_of(s)
             if zero > most:
                 raise ValueError(f"zero must be at most {most} under {self.schedule}, got {zero}")
+            if zero and self.predicts_weights:
+                raise ValueError(
+                    f"zero must be 0 with prediction = {self.prediction!r}, got {zero}: each replica would "
+                    "have its share only of what is predicted from"
+                )
             if self.zero_of(s) == 2 and self.max_in_flight is not None:
                 raise ValueError(
                     f"max_in_flight must not be given where zero is 2, got {self.max_in_flight}: replicas "
@@ -365,6 +398,11 @@ class Plan:
     def is_asynchronous(self) -> bool:
         """True if the pipeline is never flushed; its slowest stage alone then sets the pace."""
         return self.traits.is_asynchronous
+
+    @property
+    def predicts_weights(self) -> bool:
+        """True if forward and backward use weights that are predicted."""
+        return self.prediction != NO_PREDICTION
 
     @property
     def alternates(self) -> bool:

@@ -7,8 +7,16 @@ machines. Invariant: a request that exists can be met by some schedule.
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from hybridpipe.planning.checks import one_of, plain, positive_int
-from hybridpipe.planning.plan import ZERO, Plan, StageSpec, Variant, check_takes, check_zero
+from hybridpipe.planning.checks import NO_PREDICTION, one_of, plain, positive_int
+from hybridpipe.planning.plan import (
+    ZERO,
+    Plan,
+    StageSpec,
+    Variant,
+    check_prediction,
+    check_takes,
+    check_zero,
+)
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
 
 AUTO = "auto"
@@ -25,6 +33,7 @@ class PlanRequest:
         zero: what the replicas of each stage shard (`StageSpec.zero`); AUTO: what memory requires, or is
             faster by prediction, stage by stage.
         vertical_sync: under pipedream every stage uses the weights that the input stage used.
+        prediction: `Plan.prediction`, of asynchronous schedules.
         max_in_flight: the most microbatches that a replica may stash. AUTO then considers only schedules that
             can limit them.
 
@@ -38,6 +47,7 @@ class PlanRequest:
     vertical_sync: bool = False
     max_in_flight: int | None = None
     zero: int | str = 0
+    prediction: str = NO_PREDICTION
 
     def __post_init__(self) -> None:
         allowed = (AUTO, *SCHEDULES)
@@ -50,13 +60,20 @@ class PlanRequest:
         object.__setattr__(self, "max_in_flight", plain(self.max_in_flight))
         if self.max_in_flight is not None:
             positive_int("max_in_flight", self.max_in_flight)
-        if self.schedule == AUTO and self.vertical_sync and not self.asynchronous:
-            raise ValueError(
-                "vertical_sync must be false unless asynchronous schedules are allowed, got true"
-            )
+        check_prediction(self.prediction, self.vertical_sync)
+        if self.schedule == AUTO and not self.asynchronous:
+            if self.vertical_sync:
+                raise ValueError(
+                    "vertical_sync must be false unless asynchronous schedules are allowed, got true"
+                )
+            if self.predicts_weights:
+                raise ValueError(
+                    f"prediction must be {NO_PREDICTION} unless asynchronous schedules are allowed, "
+                    f"got {self.prediction!r}"
+                )
         self._check_zero()
         if self.schedule != AUTO:
-            check_takes(self.schedule, self.vertical_sync, self.max_in_flight)
+            check_takes(self.schedule, self.vertical_sync, self.max_in_flight, self.prediction)
 
     def _check_zero(self) -> None:
         object.__setattr__(self, "zero", plain(self.zero))
@@ -67,8 +84,8 @@ class PlanRequest:
         if not self.schedules:
             raise ValueError(
                 f"zero must be at most {max(map(self._most_zero_under, self._considered))} under "
-                f"{self.schedule}{' with max_in_flight' * (self.max_in_flight is not None)}, "
-                f"got {self.zero}"
+                f"{self.schedule}{' with max_in_flight' * (self.max_in_flight is not None)}"
+                f"{' with prediction' * self.predicts_weights}, got {self.zero}"
             )
 
     @classmethod
@@ -77,7 +94,14 @@ class PlanRequest:
         recompute = any(map(plan.recomputes, range(plan.num_stages)))
         sharded = {plan.zero_of(s) for s, replicas in enumerate(plan.replicas) if replicas > 1}
         zero = AUTO if len(sharded) > 1 else max(sharded, default=0)
-        return cls(plan.schedule, False, recompute, plan.vertical_sync, plan.max_in_flight, zero)
+        return cls(
+            plan.schedule,
+            recompute=recompute,
+            vertical_sync=plan.vertical_sync,
+            max_in_flight=plan.max_in_flight,
+            zero=zero,
+            prediction=plan.prediction,
+        )
 
     @property
     def schedules(self) -> list[str]:
@@ -111,12 +135,19 @@ class PlanRequest:
         ]
 
     @property
+    def predicts_weights(self) -> bool:
+        """True if asynchronous schedules predict weights."""
+        return self.prediction != NO_PREDICTION
+
+    @property
     def most_zero(self) -> int:
         """The most that replicas may shard, under a schedule that is not AUTO."""
         return self._most_zero_under(self.schedule)
 
     def _most_zero_under(self, schedule: str) -> int:
-        return min(TRAITS[schedule].most_zero, 2 if self.max_in_flight is None else 1)
+        whole = self._prediction_under(schedule) != NO_PREDICTION  # from all of the optimizer's state
+        most = 0 if whole else TRAITS[schedule].most_zero
+        return min(most, 2 if self.max_in_flight is None else 1)
 
     @property
     def traits(self) -> ScheduleTraits:
@@ -140,7 +171,13 @@ class PlanRequest:
     def under(self, schedule: str) -> "PlanRequest":
         """Return the request for one of `schedules`, without the options that it cannot take."""
         synced = self.vertical_sync and TRAITS[schedule].versions == "stashed"
-        return replace(self, schedule=schedule, asynchronous=False, vertical_sync=synced)
+        prediction = self._prediction_under(schedule)
+        return replace(
+            self, schedule=schedule, asynchronous=False, vertical_sync=synced, prediction=prediction
+        )
+
+    def _prediction_under(self, schedule: str) -> str:
+        return self.prediction if TRAITS[schedule].is_asynchronous else NO_PREDICTION
 
     def plan(self, stages: Iterable[StageSpec], num_microbatches: int, chunks: int = 1) -> Plan:
         """Return the plan of these stages with the requested options, under a schedule that is not AUTO.
@@ -154,6 +191,7 @@ class PlanRequest:
             chunks=chunks,
             vertical_sync=self.vertical_sync,
             max_in_flight=self.max_in_flight,
+            prediction=self.prediction,
         )
 
     def check_found(self, plan: Plan) -> None:
@@ -161,7 +199,7 @@ class PlanRequest:
         if plan.schedule not in self.schedules:
             raise ValueError(f"schedule = {self.schedule} is requested")
         requested = self.under(plan.schedule)
-        for name in ("vertical_sync", "max_in_flight"):
+        for name in ("vertical_sync", "max_in_flight", "prediction"):
             if getattr(requested, name) != getattr(plan, name):
                 raise ValueError(f"{name} = {getattr(requested, name)} is requested")
         if not self.recompute and any(map(plan.recomputes, range(plan.num_stages))):
@@ -175,6 +213,7 @@ class PlanRequest:
             plan,
             vertical_sync=plan.vertical_sync or self.under(plan.schedule).vertical_sync,
             max_in_flight=self.max_in_flight or plan.max_in_flight,
+            prediction=plan.prediction if plan.predicts_weights else self._prediction_under(plan.schedule),
         )
 
     def check_given(self, plan: Plan) -> None:

@@ -259,6 +259,8 @@ def _particulars(plan: Plan) -> str:
             parts.append(f"one update every {plan.replicas[0]} minibatches")
     elif plan.is_asynchronous:
         parts.append("weights one update old")
+    if plan.predicts_weights:
+        parts.append(f"weights predicted ({plan.prediction})")
     if plan.max_in_flight is not None:
         parts.append(f"at most {plan.max_in_flight} in flight")
     if plan.in_flight is not None:

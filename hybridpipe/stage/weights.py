@@ -1,7 +1,8 @@
 """Weights: the tensors that a stage's layers are called with, and their versions in asynchronous training.
 
 A version is a set of leaf tensors that lives as long as a microbatch's graph or stash refers to it.
-Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); two versions, PipeDream-2BW (ICML 2021).
+Sources: weight stashing and vertical sync, PipeDream (SOSP 2019); two versions, PipeDream-2BW (ICML 2021);
+prediction before the forward, PipeOptim (Guan et al. 2023).
 """
 
 import weakref
@@ -19,6 +20,7 @@ from hybridpipe.model.tensors import TensorTree, Tree, tensors_in, tensors_of
 # One mapping a layer, in order: the parameter's name within the layer → the leaf tensor in its place. A tied
 # parameter is listed under each of its names. Frozen parameters may be missing.
 Weights = Sequence[Mapping[str, Tensor]]
+Predict = Callable[[Sequence[Tensor], int], Sequence[Tensor]]  # parameters, and the updates to come → weights
 _Result = TypeVar("_Result")
 
 
@@ -187,10 +189,20 @@ class WeightVersions:
     Args:
         precision: may call the layers with copies in another type (`Precision.lowered`), whose gradients are
             added up in the Parameter's own.
+        predict: predicts weights after further updates from the newest ones; its tensors are new, or share
+            the Parameters' storage.
+        ahead: a version may be asked for from `ahead` updates before its own on, and is then predicted. What
+            is asked for later is still predicted there.
     """
 
-    def __init__(self, layers: nn.Sequential, precision: Precision = FP32) -> None:
-        self._precision = precision
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        precision: Precision = FP32,
+        predict: Predict | None = None,
+        ahead: int = 0,
+    ) -> None:
+        self._precision, self._predict, self._ahead = precision, predict, ahead
         self._newest = 0
         self._oldest: int | None = None  # the oldest version that may still be asked for; None: the newest
         self._held: dict[int, Weights] = {}  # the newest version and those that may still be asked for
@@ -225,13 +237,13 @@ class WeightVersions:
         return self.version(self._newest)
 
     def version(self, number: int) -> Weights:
-        """Return the weights after `number` updates.
+        """Return the weights after `number` updates, predicted from the newest where fewer have been made.
 
         Raises:
-            LookupError: the version is neither the newest nor kept.
+            LookupError: the version is neither the newest nor kept, nor predicted.
         """
-        if number == self._newest and number not in self._held:
-            self._share(number)
+        if 0 <= number - self._newest <= self._ahead and number not in self._held:
+            self._make(number)
         if number not in self._held:
             kept = ", ".join(map(str, sorted({*self._held, self._newest})))
             raise LookupError(f"weights of version {number} are not kept; kept: {kept}")
@@ -247,21 +259,23 @@ class WeightVersions:
         Before the first call only the newest version is kept.
         """
         self._oldest = number
-        for older in [held for held in self._held if held < min(number, self._newest)]:
+        for older in [held for held in self._held if held < min(number, self._newest + self._ahead)]:
             del self._held[older]
 
     @contextmanager
     def update(self) -> Iterator[None]:
         """Count the optimizer's step inside this context as a new version of the weights."""
         number = self._newest
-        if self._oldest is not None and self._oldest <= number:
-            self.version(number)  # made now, if not held already, while the Parameters still have its weights
+        if self._oldest is not None and self._oldest - self._ahead <= number:
+            # Made now, if not held already, while the Parameters still have the weights that it is made from.
+            self.version(max(number, self._oldest))
         else:
             self._held.pop(number, None)
-        for parameter, leaf in zip(self._parameters, self._leaves.get(number, []), strict=False):
-            held = leaf()
-            if held is not None and held.data_ptr() == parameter.data_ptr():
-                parameter.data = parameter.data.clone()
+        for leaves in self._leaves.values():
+            for parameter, leaf in zip(self._parameters, leaves, strict=True):
+                held = leaf()
+                if held is not None and held.data_ptr() == parameter.data_ptr():
+                    parameter.data = parameter.data.clone()
         yield
         self._newest += 1
         self._leaves = {n: leaves for n, leaves in self._leaves.items() if self._alive_leaves(n)}
@@ -342,10 +356,14 @@ class WeightVersions:
         for number, values in older.items():
             self._hold(number, {p: self._leaf(p, values[p]) for p in self._parameters})
 
-    def _share(self, number: int) -> Weights:
+    def _make(self, number: int) -> Weights:
         # .data instead of .detach(), which would share autograd's version counter: autograd would then refuse
         # a backward after the optimizer has changed the Parameters in their new storage.
-        return self._hold(number, {p: self._leaf(p, p.data) for p in self._parameters})
+        values: Sequence[Tensor] = [p.data for p in self._parameters]
+        if self._predict is not None and number > self._newest:
+            values = self._predict(self._parameters, number - self._newest)
+        each = zip(self._parameters, values, strict=True)
+        return self._hold(number, {p: self._leaf(p, value) for p, value in each})
 
     def _leaf(self, parameter: Tensor, numbers: Tensor) -> Tensor:
         wanted = self._precision.low if parameter in self._lowered else parameter.dtype

@@ -35,6 +35,14 @@ KINDS = {
     "limited": {"schedule": "pipedream", "num_microbatches": 1, "max_in_flight": 2},
     "recomputing": {"schedule": "pipedream", "num_microbatches": 1, "recompute": True},
     "2bw": {"schedule": "pipedream-2bw", "num_microbatches": 3},
+    "predicting": {"schedule": "pipedream", "num_microbatches": 1, "prediction": "spectrain"},
+    "predicting 2bw": {"schedule": "pipedream-2bw", "num_microbatches": 3, "prediction": "spectrain"},
+    "predicting early": {
+        "schedule": "pipedream-2bw",
+        "num_microbatches": 2,
+        "prediction": "spectrain",
+        "max_in_flight": 1,
+    },
 }
 RULE = UpdateRule(
     partial(torch.optim.SGD, lr=0.05, momentum=0.9),

@@ -169,6 +169,7 @@ BAD = [
     ("train.target_loss=0", "train.target_loss: must be a finite number > 0, got 0"),
     ("trian.epochs=2", "trian: unknown field (did you mean 'train'? allowed: model, data, "),
     ("plan.schedule=1b1f", f"plan.schedule: must be one of auto, {', '.join(SCHEDULES)}, got '1b1f'"),
+    ("plan.prediction=xpipe", "plan.prediction: must be off under 1f1b, whose gradients are never late, got"),
     ("plan.vertical_sync=true", "plan.vertical_sync: must be false under 1f1b, got true"),
     ("plan.max_in_flight=0", "plan.max_in_flight: must be an integer >= 1, got 0"),
     ("checkpoint.every=0", "checkpoint.every: must be an integer >= 1, got 0"),

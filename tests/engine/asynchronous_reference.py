@@ -10,6 +10,14 @@ v_s(b) = floor(v_0(b) m_0 / m_s). 2BW (ICML 2021, section 3.1): w(t + 1) = w(t) 
 PipeMare (MLSys 2021, section 3.1) divides the rate by d_s^(1 - min(b / K, 1)) with b the first minibatch of
 the round. The delay d_s is b / m_s - v_s(b) for a b where all rounds begin and the pipeline is full.
 
+Predicted weights: minibatch b uses in stage s, instead of w_s(v) with v = v_s(b),
+
+    w_s(v) - (u - v) * rate * d_s(v)
+
+where u is the number of the update that b belongs to, floor(b / m_s) (b under 2BW). The rate is that of
+update v, and d_s(v) is what the optimizer knows after v updates: SGD's momentum buffer in SpecTrain (Chen et
+al. 2018), Adam's m^ / (sqrt(v^) + eps) in XPipe (Guan et al. 2019), 0 before the first update.
+
 Where losses are scaled, minibatch b has the loss times S(b), and gradients are divided by that. A stage
 whose gradients of a round are not finite leaves its update out, and no other stage does: torch.amp.GradScaler
 with an optimizer a stage. With L the most minibatches in flight, max_s h_s m_s (2 under 2BW),
@@ -47,9 +55,14 @@ class ReferenceStage:
 
     def __init__(self, layers, optimizer, scheduler):
         self.newest, self.versions = copy.deepcopy(layers), [copy.deepcopy(layers)]
+        self.directions = [None]  # d_s(v), and the rate with it
         parameters = list(self.newest.parameters())
         self.optimizer = optimizer(parameters) if parameters else None
         self.scheduler = scheduler(self.optimizer) if scheduler and parameters else None
+
+    def drain(self):
+        """Forget all versions but the newest, as no minibatch is in flight."""
+        self.versions, self.directions = self.versions[-1:], self.directions[-1:]
 
     def add_gradients(self, used, size):
         """Add the gradients of the layers `used`, which ran one of the `size` minibatches of an update."""
@@ -67,15 +80,47 @@ class ReferenceStage:
         if overflows:
             self.optimizer.zero_grad()
         elif self.optimizer is not None:
-            group = self.optimizer.param_groups[0]
-            rate, group["lr"] = group["lr"], group["lr"] * factor
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            for group in self.optimizer.param_groups:
+                group["lr"] *= factor
             self.optimizer.step()
             self.optimizer.zero_grad()
-            group["lr"] = rate
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
         for _ in range(size if self.scheduler else 0):
             self.scheduler.step()
         self.versions.append(copy.deepcopy(self.newest))
+        self.directions.append(self.direction())
         return overflows
+
+    def direction(self):
+        """Return each parameter's rate times d_s of the newest version."""
+        found = {}
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state[parameter]
+                if "exp_avg" in state:
+                    t, (b1, b2) = state["step"].item(), group["betas"]
+                    size = (state["exp_avg_sq"] / (1 - b2**t)).sqrt() + group["eps"]
+                    direction = state["exp_avg"] / (1 - b1**t) / size
+                else:
+                    direction = state.get("momentum_buffer")
+                direction = torch.zeros_like(parameter) if direction is None else direction
+                found[parameter] = group["lr"] * direction
+        return [found[parameter] for parameter in self.newest.parameters()]
+
+    def used(self, version, updates, factor):
+        """Return a copy of the layers with a version's weights, moved by `updates` more updates.
+
+        Args:
+            factor: on the learning rate.
+        """
+        layers = copy.deepcopy(self.versions[version])
+        if updates and self.directions[version] is not None:
+            with torch.no_grad():
+                for parameter, along in zip(layers.parameters(), self.directions[version], strict=True):
+                    parameter -= updates * factor * along
+        return layers
 
 
 def scale_lag(replicas, rule):
@@ -128,6 +173,8 @@ def train(
     warm_up=0,
     scale=1.0,
     low=None,
+    predicts=False,
+    drained=None,
 ):
     """Return the weights and losses after `minibatches`, each a list of microbatches (inputs, targets).
 
@@ -139,22 +186,34 @@ def train(
         warm_up: K of PipeMare's formula above; 0 turns it off.
         scale: S(0), a power of two.
         low: autocast's type.
+        predicts: weights are predicted.
+        drained: minibatches, after each as many of which the pipeline is drained; by default none are.
     """
     stages = [ReferenceStage(model[a:b], optimizer, scheduler) for a, b in itertools.pairwise(edges)]
     rounds = [1] * len(stages) if rule == "2bw" else replicas
     losses, scales, left_out, lag = [], [], set(), scale_lag(replicas, rule)
-    for b, microbatches in enumerate(minibatches):
-        if b - lag in left_out and scales[b - lag] == scale:
+    total = drained or len(minibatches)
+    for step, microbatches in enumerate(minibatches):
+        b = step % total
+        if b == 0:
+            for stage in stages:
+                stage.drain()
+        if step - lag in left_out and scales[step - lag] == scale:
             scale /= 2
         scales.append(scale)
         versions = versions_of(b, replicas, rule)
-        used = [copy.deepcopy(stage.versions[v]) for stage, v in zip(stages, versions, strict=True)]
-        losses.append(backward(used, microbatches, loss, seed, b, scale, low))
+        used = []
+        for s, (stage, v) in enumerate(zip(stages, versions, strict=True)):
+            u = b // rounds[s] if predicts else v
+            factor = rate_factors(replicas, rule, step - b + v * rounds[s], rate_scaled, warm_up)[s]
+            used.append(stage.used(v, u - v, factor))
+        losses.append(backward(used, microbatches, loss, seed, step, scale, low))
         for s, stage in enumerate(stages):
             first = b // rounds[s] * rounds[s]
-            size = min(rounds[s], len(minibatches) - first)
+            size = min(rounds[s], total - first)
             stage.add_gradients(used[s], size * scale)
             if b == first + size - 1:
+                first += step - b
                 factor = rate_factors(replicas, rule, first, rate_scaled, warm_up)[s]
                 if stage.update(factor, size):
                     left_out |= set(range(first, first + size))

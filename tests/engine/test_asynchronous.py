@@ -73,6 +73,7 @@ def compare(
         rate_scaled=scaled,
         scheduler=scheduler,
         warm_up=warm_up,
+        predicts=plan.predicts_weights,
         **({} if scale is None else {"scale": scale.value}),
     )
     update = UpdateRule(optimizer, scheduler, scale_learning_rate=scaled, delay_warm_up=warm_up)
@@ -97,6 +98,72 @@ def test_pipedream(name, vertical_sync, optimizer):
 def test_2bw(name, num_microbatches, optimizer):
     data = make_data(20, 2 * num_microbatches, last=1)
     compare(name, "pipedream-2bw", "2bw", OPTIMIZERS[optimizer], data, 2, num_microbatches)
+
+
+# Each with the prediction that reads its state, and what else of an optimizer the formula meets.
+PREDICTED = {
+    "sgd": ("spectrain", OPTIMIZERS["sgd"]),
+    "nesterov": (
+        "spectrain",
+        partial(torch.optim.SGD, lr=0.05, momentum=0.8, nesterov=True, weight_decay=1e-2),
+    ),
+    "dampened": ("spectrain", partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5, foreach=True)),
+    "adam": ("xpipe", partial(torch.optim.Adam, lr=0.01, weight_decay=1e-2)),
+    "adamw": ("xpipe", partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-3)),
+}
+
+
+@pytest.mark.parametrize("name, optimizer", thinned(PLANS, list(PREDICTED)))
+def test_predicted_weights(name, optimizer):
+    prediction, factory = PREDICTED[optimizer]
+    for schedule, rule, count in (("pipedream", "pipedream", 1), ("pipedream-2bw", "2bw", 3)):
+        data = make_data(20, 6, last=1)
+        compare(name, schedule, rule, factory, data, 6 // count, count, prediction=prediction)
+
+
+@pytest.mark.parametrize("name, size, limit", [("1-2", 2, 1), ("1-4", 2, 1), ("1-3", 4, 2), ("1-3-2", 3, 1)])
+def test_weights_are_predicted_before_an_update_that_comes_before_the_forward(name, size, limit):
+    """With few in flight a replica's first forward of a minibatch may come after the update before it."""
+    data, given = make_data(20, 2 * size, last=2 * size), {"prediction": "spectrain", "max_in_flight": limit}
+    compare(name, "pipedream-2bw", "2bw", OPTIMIZERS["sgd"], data, 2, size, **given)
+
+
+def two_rates(parameters):
+    """The weights of a stage and its biases in groups of their own."""
+    matrices, biases = ([p for p in parameters if (p.ndim > 1) == wide] for wide in (True, False))
+    groups = [{"params": biases, "lr": 0.2, "momentum": 0.5}, {"params": matrices}]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", ["1-1-1-1", "1-2-1", "3-1"])
+def test_predictions_follow_schedulers_warm_up_groups_limits_and_recomputation(name):
+    data, given = make_data(20, 6, last=1), {"prediction": "spectrain", "scheduler": SCHEDULERS["one cycle"]}
+    sgd = OPTIMIZERS["sgd"]
+    compare(name, "pipedream", "pipedream", sgd, data, 6, 1, warm_up=12, **given)
+    compare(name, "pipedream", "pipedream", sgd, data, 6, 1, recompute=True, **given)
+    compare(name, "pipedream-2bw", "2bw", sgd, data, 2, 3, max_in_flight=2, **given)
+    for schedule, rule, count in (("pipedream", "pipedream", 1), ("pipedream-2bw", "2bw", 3)):
+        compare(name, schedule, rule, two_rates, data, 6 // count, count, prediction="spectrain")
+
+
+@pytest.mark.parametrize("schedule, count", [("pipedream", 1), ("pipedream-2bw", 3)])
+@pytest.mark.parametrize("name", ["1-1-1-1", "1-2-1"])
+def test_without_momentum_nothing_is_predicted(name, schedule, count):
+    """The weights are those without a prediction, to the bit."""
+    model, data, sgd = make_model(), make_data(20, 6, last=1), partial(torch.optim.SGD, lr=0.05)
+    off, on = (
+        in_threads(
+            make_plan(name, len(model), count, schedule, prediction=prediction),
+            model,
+            data,
+            6 // count,
+            cross_entropy,
+            sgd,
+        )
+        for prediction in ("off", "spectrain")
+    )
+    assert on.losses == off.losses
+    assert all(map(torch.equal, on.parameters, off.parameters))
 
 
 def test_learning_rates_are_left_alone_when_asked():
@@ -140,6 +207,9 @@ def test_recomputation_changes_nothing(schedule, count):
         ("pipedream", {"max_in_flight": 1}, [1, 1, 1]),
         ("pipedream", {"vertical_sync": True}, [3, 3, 3]),
         ("pipedream-2bw", {}, [2, 2, 2]),
+        ("pipedream", {"prediction": "spectrain"}, [4, 3, 1]),  # those in flight, and the newest
+        ("pipedream", {"prediction": "spectrain", "max_in_flight": 1}, [1, 1, 1]),
+        ("pipedream-2bw", {"prediction": "spectrain"}, [3, 3, 2]),
     ],
 )
 def test_no_more_versions_than_the_schedule_needs_are_alive(monkeypatch, schedule, options, versions):
@@ -153,13 +223,20 @@ def test_no_more_versions_than_the_schedule_needs_are_alive(monkeypatch, schedul
         alive[self].append(len(self.alive))
         extra_bytes[self].append(self.extra_bytes)
 
+    def asked_for(self, number):
+        weights = version(self, number)
+        extra_bytes[self].append(self.extra_bytes)
+        return weights
+
+    version = WeightVersions.version
     monkeypatch.setattr(WeightVersions, "update", noting)
+    monkeypatch.setattr(WeightVersions, "version", asked_for)
     model = nn.Sequential(nn.Linear(4, 20), nn.Linear(20, 30), nn.Linear(30, 3)).double()
     count = 4 if schedule == "pipedream-2bw" else 1
     plan, data = make_plan("1-1-1", 3, count, schedule, **options), make_data(12, 4, last=4)
     result = in_threads(plan, model, data, 4 // count, cross_entropy, OPTIMIZERS["sgd"])
     for layer, executor, most in zip(model, result.executors.values(), versions, strict=True):
-        assert max(alive[executor.stashed.versions]) == most
+        assert max(alive[executor.stashed.versions]) == most or plan.predicts_weights
         num_bytes = sum(parameter.nbytes for parameter in layer.parameters())
         assert max(extra_bytes[executor.stashed.versions]) == (most - 1) * num_bytes
         assert executor.stashed.versions.extra_bytes == 0, "after the drain the newest is the only one"
@@ -198,8 +275,13 @@ def test_each_stage_skips_what_overflows_and_all_later_scales_halve(name, rule):
     data[17][0][0, 0] = 1000.0  # overflows in the first stage only
     schedule, count = ("pipedream-2bw", 2) if rule == "2bw" else ("pipedream", 1)
     given = {"model": model, "loss": weighed, "scale": LossScale(2.0**1018, 0, True)}
-    given |= {"vertical_sync": rule == "vertical"}
-    result = compare(name, schedule, rule, OPTIMIZERS["adam"], data, 4 // count, count, **given)
+    synced = {"vertical_sync": rule == "vertical"}
+    result = compare(name, schedule, rule, OPTIMIZERS["adam"], data, 4 // count, count, **synced, **given)
+    if rule != "vertical":
+        predicting = compare(
+            name, schedule, rule, OPTIMIZERS["adam"], data, 4 // count, count, prediction="xpipe", **given
+        )
+        assert predicting.executors[0].num_skipped >= 3
     executors = [result.executors[rank] for rank in sorted(result.executors)]
     assert executors[0].num_skipped >= 3
     if name.startswith("1-"):

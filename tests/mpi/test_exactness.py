@@ -45,6 +45,14 @@ def test_schedulers_and_delay_warm_up_of_asynchronous_schedules(job):
     assert done.stdout.count("parameters within") == len(plans) * 3
 
 
+@pytest.mark.parametrize(
+    "ranks, plans", [(2, ["1-1", "2"]), (3, ["1-1-1", "2-1", "1-2"])], ids=["2 ranks", "3 ranks"]
+)
+def test_predicted_weights_train_what_their_formula_says(job, ranks, plans):
+    done = job(ranks, "asynchronous.py", "--predict", *plans)
+    assert done.stdout.count("parameters within") == len(plans) * 2 * OPTIMIZERS  # schedules
+
+
 def test_losses_with_weights(job):
     """Loss, history, evaluation and clipped updates are those of one process's mean over all tokens."""
     done = job(3, "weighted.py", "1-1", "2-1", "1-2")

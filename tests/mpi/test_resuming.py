@@ -34,6 +34,7 @@ SYNCHRONOUS = [
 ASYNCHRONOUS = [
     "1-2-1:pipedream", "1-3:pipedream:vertical", "1-1-1-1:pipedream:limited:recompute", "2-2:pipedream-2bw",
     "1-1-1-1:pipedream:bf16-params", "1-2-1:pipedream:fp16",
+    "1-1-1-1:pipedream:spectrain:bf16-params", "1-2-1:pipedream-2bw:xpipe",
 ]  # fmt: skip
 
 

@@ -37,6 +37,18 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
             "num_microbatches must be 1 under pipedream, where a minibatch travels whole, got 2",
         ),
         (
+            lambda: plan([1], 2, prediction="xpipe"),
+            "prediction must be off under 1f1b, whose gradients are never late, got 'xpipe'",
+        ),
+        (
+            lambda: plan([2], 1, "pipedream", prediction="xpipe", zero=1),
+            "zero must be 0 with prediction = 'xpipe', got 1: each replica would have its share only ",
+        ),
+        (
+            lambda: plan([1], 1, "pipedream", prediction="xpipe", vertical_sync=True),
+            "vertical_sync must be false with prediction = 'xpipe', got true",
+        ),
+        (
             lambda: plan([1], 2, "pipedream-2bw", vertical_sync=True),
             "vertical_sync must be false under pipedream-2bw, got true",
         ),

@@ -34,6 +34,45 @@ def test_under_a_schedule_what_that_cannot_do_is_left_out():
     assert asked.under("pipedream-2bw") == PlanRequest("pipedream-2bw", recompute=True)
 
 
+def test_asynchronous_schedules_alone_predict_weights():
+    asked = PlanRequest(AUTO, asynchronous=True, prediction="xpipe")
+    assert asked.under("pipedream-2bw") == PlanRequest("pipedream-2bw", prediction="xpipe")
+    assert asked.under("1f1b") == PlanRequest("1f1b")
+    assert PlanRequest(AUTO, asynchronous=True, prediction="xpipe", zero=1).schedules == [
+        name for name in PlanRequest(AUTO, zero=1).schedules if name in SYNCHRONOUS
+    ]
+    assert {way.zero for way in PlanRequest("pipedream", zero=AUTO, prediction="xpipe").variants} == {0}
+    made = plan([1, 1], 1, "pipedream", prediction="xpipe")
+    assert PlanRequest.of(made) == PlanRequest("pipedream", prediction="xpipe")
+    assert PlanRequest.of(made).plan(made.stages, 1) == made
+    assert asked.applied_to(plan([1, 1], 1, "pipedream")) == made == PlanRequest("pipedream").applied_to(made)
+    with pytest.raises(ValueError, match=r"^prediction = off is requested$"):
+        PlanRequest("pipedream").check_found(made)
+    with pytest.raises(ValueError, match=r"^prediction = 'spectrain' disagrees with the plan, .* 'xpipe'$"):
+        PlanRequest("pipedream", prediction="spectrain").check_given(made)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"prediction": "on"}, "prediction must be one of off, spectrain, xpipe, got 'on'"),
+        ({"prediction": "xpipe"}, "prediction must be off under 1f1b, whose gradients are never late"),
+        ({"schedule": AUTO, "prediction": "xpipe"}, "prediction must be off unless asynchronous schedules "),
+        (
+            {"schedule": AUTO, "asynchronous": True, "vertical_sync": True, "prediction": "xpipe"},
+            "vertical_sync must be false with prediction = 'xpipe', got true: predicted weights are of one ",
+        ),
+        (
+            {"schedule": "pipedream", "prediction": "xpipe", "zero": 1},
+            "zero must be at most 0 under pipedream with prediction, got 1",
+        ),
+    ],
+)
+def test_a_prediction_that_cannot_be_is_refused(options, told):
+    with pytest.raises(ValueError, match=f"^{told}"):
+        PlanRequest(**options)
+
+
 def test_replicas_share_out_what_the_schedule_can():
     every = [Variant(), *(Variant(False, zero, scatter) for zero in (1, 2) for scatter in (False, True))]
     assert PlanRequest("1f1b", zero=AUTO).variants == tuple(every)

@@ -127,6 +127,8 @@ def test_an_asynchronous_plan_is_explained():
     synced = Plan((StageSpec(0, 1), StageSpec(1, 3)), "pipedream", vertical_sync=True, max_in_flight=1)
     text = told(synced, CHAIN, FREE)
     assert "stale weights: those of the input stage, at most 1 in flight" in text
+    predicting = Plan((StageSpec(0, 1), StageSpec(1, 3)), "pipedream", prediction="xpipe")
+    assert "stale weights: each stage's newest, weights predicted (xpipe)" in told(predicting, CHAIN, FREE)
 
 
 def test_zero_bubbles_numbers_are_told():
@@ -189,6 +191,8 @@ def test_plan_takes_its_options(files, capsys):
     assert plan("--schedule", "pipedream", "--vertical-sync", "--max-in-flight", "2", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["vertical_sync"] and document["max_in_flight"] == 2
+    assert plan("--schedule", "pipedream-2bw", "--prediction", "spectrain", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["prediction"] == "spectrain"
 
 
 def test_plan_chooses_the_schedule(files, capsys):
@@ -223,6 +227,7 @@ def test_simulate_plans_anew_for_other_ranks(files, capsys):
         ),
         (["--asynchronous"], "asynchronous must be false under 1f1b, got true: it goes with auto"),
         (["--vertical-sync"], "vertical_sync must be false under 1f1b, got true"),
+        (["--prediction", "xpipe"], "prediction must be off under 1f1b, whose gradients are never late"),
         (["--schedule", "auto", "--vertical-sync"], "vertical_sync must be false unless asynchronous "),
         (["--schedule", "gpipe", "--max-in-flight", "2"], "max_in_flight must not be given under gpipe"),
         (

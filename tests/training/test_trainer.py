@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from hybridpipe.errors import UserError
 from hybridpipe.optim.nonfinite import NotFinite
 from tests.training.helpers import assert_same_weights, cross_entropy, data, mlp, momentum, plain_loop, whole
 
@@ -224,6 +225,35 @@ def test_asynchronous_schedules_refuse_single_steps(make, schedule, count):
         pass
     with pytest.raises(ValueError, match=f"clip_grad_norm must not be given under {schedule}"):
         make(plan=whole(count, schedule=schedule), clip_grad_norm=1.0)
+
+
+def test_2bw_with_a_prediction_by_hand(make):
+    """As a keyword, with one rank: w(t+1) = w(t) - rate v(t+1), with the gradient at w(t-1) - rate v(t-1)."""
+    model, samples, (rate, momentum) = mlp(), data(32), (0.1, 0.9)
+    reference = copy.deepcopy(model)
+    versions = [[p.detach().clone() for p in reference.parameters()]]
+    velocities = [[torch.zeros_like(p) for p in versions[0]]]
+    for t in range(4):
+        at = max(0, t - 1)
+        for p, w, v in zip(reference.parameters(), versions[at], velocities[at], strict=True):
+            p.data, p.grad = w - (t - at) * rate * v, None
+        inputs, targets = samples[8 * t : 8 * t + 8]
+        cross_entropy(reference(inputs), targets).backward()
+        gradients = [p.grad for p in reference.parameters()]
+        velocities.append([momentum * v + g for v, g in zip(velocities[t], gradients, strict=True)])
+        versions.append([w - rate * v for w, v in zip(versions[t], velocities[t + 1], strict=True)])
+    make(model, plan=whole(schedule="pipedream-2bw", prediction="spectrain")).fit(samples, shuffle=False)
+    for p, w in zip(model.parameters(), versions[-1], strict=True):
+        torch.testing.assert_close(p.detach(), w, rtol=0, atol=1e-12)
+
+
+def test_an_optimizer_that_predicts_nothing_is_refused_before_training(make):
+    told = "^prediction = 'xpipe' reads the state of torch's own Adam or AdamW, got SGD: set "
+    trainer = make(plan="straight", schedule="pipedream", prediction="xpipe")
+    with pytest.raises(UserError, match=told):
+        trainer.fit(data(16))
+    with pytest.raises(ValueError, match=r"^prediction must be off under 1f1b, whose gradients"):
+        make(plan="straight", prediction="xpipe")
 
 
 @pytest.mark.parametrize("method", ["evaluate", "full_state_dict"])

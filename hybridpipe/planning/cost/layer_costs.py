@@ -369,7 +369,8 @@ class LayerCosts:
             workspace=self.workspace(width, rounds),
             largest=_most(self.largest, width),
         )
-        versions = self.request.traits.num_versions(kind.in_flight)
+        predicts = self.request.predicts_weights
+        versions = self.request.traits.num_versions(kind.in_flight, predicts)
         own = ceil_div(self.num_microbatches, kind.replicas)
         lag = max(0, kind.most_held - kind.in_flight)
         late = min(lag, own - kind.in_flight)

@@ -6,12 +6,12 @@
 Summed over the stages that the rank holds; a parameter that several of them use counts once. A synchronous
 schedule has one version of the weights. PipeDream has one for each microbatch in flight (SOSP 2019, section
 3.3), with vertical sync one for each version that the input stage still uses. 2BW has two (ICML 2021, section
-3.1). A version counts as large as the parameters, also where precision keeps the half of it. With
-recomputation a microbatch keeps only its input until its backward begins (GPipe, Huang et al. 2019, section
-2.3). Replicas may shard the optimizer's state and the gradients (`StageSpec.zero`); of whole gradients
-there are then those of a few buckets. Where backwards are split, a microbatch keeps until the weights' half
-what gradients of weights are computed from, where the profile says so (`LayerProfile.split_bytes`), or else
-its stash.
+3.1). Where weights are predicted, those of microbatches in flight are held besides the newest. A version
+counts as large as the parameters, also where precision keeps the half of it. With recomputation a microbatch
+keeps only its input until its backward begins (GPipe, Huang et al. 2019, section 2.3). Replicas may shard the
+optimizer's state and the gradients (`StageSpec.zero`); of whole gradients there are then those of a few
+buckets. Where backwards are split, a microbatch keeps until the weights' half what gradients of weights are
+computed from, where the profile says so (`LayerProfile.split_bytes`), or else its stash.
 
 A start takes no more: while a rank makes or loads its weights, it has one parameter besides, no gradients.
 """
@@ -30,11 +30,13 @@ from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.generators import (
     ceil_div,
+    delay_of,
     interleaved_stash,
     per_update,
     until_backward,
     versions,
     weight_lags,
+    weights_numbers,
 )
 from hybridpipe.planning.schedules.instructions import Backward, BackwardInput, BackwardWeight, Forward, Step
 from hybridpipe.planning.shared_parameters import counted_bytes, exchanged_bytes
@@ -273,7 +275,7 @@ def versions_per_stage(plan: Plan) -> tuple[int, ...]:
         return (1,) * plan.num_stages
     held = until_backward(plan, 1)
     if not plan.vertical_sync:
-        return tuple(map(plan.traits.num_versions, held))
+        return tuple(plan.traits.num_versions(each, plan.predicts_weights) for each in held)
     return tuple(_synced_versions(plan, s, held) for s in range(plan.num_stages))
 
 
@@ -303,22 +305,36 @@ def _most_versions(minibatches: range, asks: Callable[[int], int]) -> int:
 
 
 class Versions:
-    """The versions of a stage's weights that a replica holds, as its minibatches come and go."""
+    """The versions of a stage's weights that a replica holds, as its minibatches come and go.
 
-    def __init__(self, microbatches: Iterable[int], asks: Callable[[int], int]) -> None:
-        self._asks = asks
+    Args:
+        asks: the number of a microbatch's weights.
+        predicts: the weights of microbatches in flight are predicted, and none of them the newest.
+    """
+
+    def __init__(
+        self, microbatches: Iterable[int], asks: Callable[[int], int], predicts: bool = False
+    ) -> None:
+        self._asks, self._predicts, self._predicted = asks, predicts, set[int]()
         self._wanted = Counter(map(asks, microbatches))  # version: microbatches whose backward is to come
         self._newest = self._old = 0
 
     @property
     def num_versions(self) -> int:
         """The number of versions: those in use, and the newest."""
-        return 1 + self._old
+        return 1 + self._old + len(self._predicted)
+
+    def begun(self, microbatch: int) -> None:
+        """Note that a microbatch has its forward."""
+        if self._predicts:
+            self._predicted.add(self._asks(microbatch))
 
     def returned(self, microbatch: int) -> None:
         """Note that a microbatch has had its backward."""
         version = self._asks(microbatch)
         self._wanted[version] -= 1
+        if not self._wanted[version]:
+            self._predicted.discard(version)
         self._old -= not self._wanted[version] and version < self._newest
 
     def update(self) -> None:
@@ -362,7 +378,9 @@ def _steps(
     kept: Versions | None = None
     if plan.is_asynchronous:
         forwards = [event.instruction for event in events if isinstance(event.instruction, Forward)]
-        kept = Versions([forward.microbatch for forward in forwards], versions(plan, group))
+        predicts = plan.predicts_weights and delay_of(plan, group) > 0
+        numbers = weights_numbers(plan, group)
+        kept = Versions([forward.microbatch for forward in forwards], numbers, predicts)
     stash = 0
 
     def held() -> int:
@@ -371,8 +389,10 @@ def _steps(
     yield 0.0, resident
     for instruction, start, end in events:
         match instruction:
-            case Forward(_, chunk):
+            case Forward(microbatch, chunk):
                 stash += stash_of[chunk]
+                if kept:
+                    kept.begun(microbatch)
                 yield start, held()
             case Backward() | BackwardInput() if working_of[instruction.chunk]:
                 stash += working_of[instruction.chunk]

@@ -457,6 +457,18 @@ def versions(plan: Plan, stage: int) -> Callable[[int], int]:
     return lambda microbatch: max(0, microbatch // replicas + 1 - held) * replicas // here
 
 
+def weights_numbers(plan: Plan, stage: int) -> Callable[[int], int]:
+    """Return a function from a microbatch to the number of the weights that it uses in a stage.
+
+    The number is that of the version or, where weights are predicted, of the update that its gradient goes
+    into: the updates before it.
+    """
+    if not plan.predicts_weights:
+        return versions(plan, stage)
+    per_update = plan.replicas[stage] if plan.traits.whole_minibatch else plan.num_microbatches
+    return lambda microbatch: microbatch // per_update
+
+
 def delay_of(plan: Plan, stage: int) -> int:
     """Return the least delay of a stage's gradients in updates, in a full pipeline; 0 under a flush."""
     if not plan.is_asynchronous:

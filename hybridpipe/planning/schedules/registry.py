@@ -57,9 +57,14 @@ class ScheduleTraits(NamedTuple):
         """True if the order of passes follows their times."""
         return self.least_room is not None
 
-    def num_versions(self, in_flight: int) -> int:
-        """Return the versions of the weights that a replica with `in_flight` microbatches in flight keeps."""
-        return {"stashed": in_flight, "two": 2, "one": 1}[self.versions]
+    def num_versions(self, in_flight: int, predicts: bool = False) -> int:
+        """Return the versions of the weights that a replica with `in_flight` microbatches in flight keeps.
+
+        Args:
+            predicts: those in flight are predicted, so that none of them is the newest.
+        """
+        more = predicts and in_flight > 1
+        return {"stashed": in_flight, "two": 2, "one": 1}[self.versions] + more
 
 
 _V_SHAPE = ScheduleTraits(splits_backward=True, interleaves=True, placement="v", most_zero=1)

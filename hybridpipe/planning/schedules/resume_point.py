@@ -11,7 +11,12 @@ from collections import Counter
 from typing import NamedTuple
 
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.schedules.generators import ceil_div, program, versions
+from hybridpipe.planning.schedules.generators import (
+    ceil_div,
+    program,
+    versions,
+    weights_numbers,
+)
 from hybridpipe.planning.schedules.instructions import AllGather, Instruction, Program, Reduction, Step
 
 
@@ -59,22 +64,26 @@ def resumed_program(plan: Plan, place: Place, num_microbatches: int, point: Resu
     return tuple(rest)
 
 
-def versions_in_use(plan: Plan, place: Place, point: ResumePoint) -> list[int]:
-    """Return the older versions of the weights that this replica's microbatches still need.
+def first_microbatch(plan: Plan, place: Place, point: ResumePoint) -> int:
+    """Return a replica's first microbatch after a resume point."""
+    first = point.done * plan.num_microbatches
+    return first + (place.replica - first) % plan.replicas[place.stage]
 
-    They are numbered as in `version_of`, by the stage's updates since the stream began.
+
+def versions_in_use(plan: Plan, place: Place, point: ResumePoint) -> list[int]:
+    """Return the older weights that this replica's microbatches still need.
+
+    They are numbered as in `weights_numbers`, by the stage's updates since the stream began.
     """
     if not plan.is_asynchronous or not point.is_inside:
         return []
     newest, version = num_updates(plan, place.stage, point), versions(plan, place.stage)
-    replicas = plan.replicas[place.stage]
-    first = point.done * plan.num_microbatches
-    first += (place.replica - first) % replicas
+    number_of, first = weights_numbers(plan, place.stage), first_microbatch(plan, place, point)
     found: list[int] = []
-    for microbatch in range(first, point.total * plan.num_microbatches, replicas):
-        number = version(microbatch)
-        if number >= newest:  # versions never decrease
+    for microbatch in range(first, point.total * plan.num_microbatches, plan.replicas[place.stage]):
+        if version(microbatch) >= newest:  # versions never decrease
             break
+        number = number_of(microbatch)
         if number not in found[-1:]:
             found.append(number)
     return found

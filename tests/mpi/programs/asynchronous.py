@@ -1,8 +1,9 @@
 """Under mpirun: train asynchronously and compare every parameter with the formulas, in float64.
 
-Usage: asynchronous.py [--rates] [--zero] PLAN... with plans such as 2-2 or 1-2-1; in 2-2:mpi that backend
-sums gradients. With --rates there is a scheduler, and delay warm-up where there can be. With --zero replicas
-shard the update, in some stages by a reduce-scatter.
+Usage: asynchronous.py [--rates] [--zero] [--predict] PLAN... with plans such as 2-2 or 1-2-1; in 2-2:mpi that
+backend sums gradients. With --rates there is a scheduler, and delay warm-up where there can be. With --zero
+replicas shard the update, in some stages by a reduce-scatter. With --predict weights are predicted, in two
+epochs.
 """
 
 import sys
@@ -20,6 +21,7 @@ from hybridpipe import Plan, StageSpec
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
 COUNT, NUM_MINIBATCHES = 3, 40
+PREDICTIONS = {"sgd": "spectrain", "adam": "xpipe"}
 RULES = {
     "pipedream": {"schedule": "pipedream"},
     "vertical": {"schedule": "pipedream", "vertical_sync": True},
@@ -50,7 +52,9 @@ def make_data(minibatch: int) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
 
 
-def check(plan: str, rule: str, name: str, scheduler=None, warm_up: int = 0, zero: int = 0) -> None:
+def check(
+    plan: str, rule: str, name: str, scheduler=None, warm_up: int = 0, zero: int = 0, prediction: str = "off"
+) -> None:
     plan, _, sync = plan.partition(":")
     replicas = [int(count) for count in plan.split("-")]
     edges = [round(i * 8 / len(replicas)) for i in range(len(replicas) + 1)]
@@ -58,13 +62,14 @@ def check(plan: str, rule: str, name: str, scheduler=None, warm_up: int = 0, zer
         StageSpec(a, b, m, zero=zero, scatter=bool(zero and a == 0))
         for a, b, m in zip(edges, edges[1:], replicas, strict=False)
     )
-    plan = Plan(stages, **RULES[rule], sync=sync or None)
+    plan = Plan(stages, **RULES[rule], sync=sync or None, prediction=prediction)
+    epochs = 1 + plan.predicts_weights
     minibatch = MICROBATCH * (COUNT if rule == "2bw" else 1)
     data = make_data(minibatch)
     options = {"lr_scheduler": scheduler, "delay_warm_up": warm_up}
     trainer = make_trainer(make_model(), plan, name, minibatch, **options)
     losses: list[float] = []
-    trainer.fit(data, shuffle=False, on_minibatch=lambda record: losses.append(record.loss))
+    trainer.fit(data, epochs, shuffle=False, on_minibatch=lambda record: losses.append(record.loss))
     state = trainer.full_state_dict()
     assert all(other == losses for other in trainer.world.allgather(losses)), "losses differ between ranks"
     if state is not None:
@@ -76,13 +81,15 @@ def check(plan: str, rule: str, name: str, scheduler=None, warm_up: int = 0, zer
             make_model(),
             edges,
             replicas,
-            cut,
+            cut * epochs,
             nn.functional.cross_entropy,
             OPTIMIZERS[name],
             rule,
             SEED,
             scheduler=scheduler,
             warm_up=warm_up,
+            predicts=plan.predicts_weights,
+            drained=len(cut),
         )
         torch.testing.assert_close(list(state.values()), expected, rtol=0, atol=1e-10)
         torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-10)
@@ -100,7 +107,10 @@ def main() -> None:
                 check(plan, rule, "sgd", cosine, warm_up=0 if rule == "2bw" else 20, zero=zero)
                 continue
             for name in OPTIMIZERS:
-                check(plan, rule, name, zero=zero)
+                if "--predict" not in sys.argv:
+                    check(plan, rule, name, zero=zero)
+                elif rule != "vertical":
+                    check(plan, rule, name, prediction=PREDICTIONS[name])
 
 
 main()

@@ -46,6 +46,8 @@ OPTIONS = {
     "recompute": {"recompute": True},
     "zero1": {"zero": 1},
     "zero2": {"zero": 2},
+    "spectrain": {"prediction": "spectrain"},
+    "xpipe": {"prediction": "xpipe"},
 }
 SCHEDULER = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=60)
 

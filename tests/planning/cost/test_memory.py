@@ -1,4 +1,5 @@
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from hybridpipe.planning.cost.memory import (
 )
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import JoinedProducts
-from hybridpipe.planning.schedules.generators import programs, version_of
+from hybridpipe.planning.schedules.generators import delay_of, programs, version_of, weights_numbers
 from hybridpipe.planning.schedules.instructions import Backward, Forward, Step
 from hybridpipe.planning.schedules.registry import SYNCHRONOUS, TRAITS
 from hybridpipe.planning.simulator.predict import predict
@@ -208,6 +209,51 @@ def test_2bw_holds_two_versions(replicas, size):
     assert versions_per_stage(made) == held_versions(made, 8 * size)
 
 
+def held_predicted(made, count):
+    """By definition: the newest, and those of an update whose forwards have begun; each stage's most.
+
+    Under 2BW they are made before the update of the minibatch before theirs.
+    """
+    most = [1] * made.num_stages
+    for rank, program in programs(made, count).items():
+        stage, lag = made.place(rank).stage, delay_of(made, made.place(rank).stage)
+        number, to_come = weights_numbers(made, stage), Counter()
+        forwards = [number(i.microbatch) for i in program if isinstance(i, Forward)]
+        done, newest, begun = 0, 0, set()
+        for instruction in program:
+            match instruction:
+                case Forward(m):
+                    done += 1
+                    to_come[number(m)] += 1
+                    begun |= {number(m)} if lag else set()
+                case Backward(m):
+                    to_come[number(m)] -= 1
+                    begun -= set() if to_come[number(m)] or number(m) in forwards[done:] else {number(m)}
+                case Step():
+                    begun |= {n for n in forwards[done : done + 1] if lag and n - lag <= newest}
+                    newest += 1
+            most[stage] = max(most[stage], 1 + len(begun))
+    return tuple(most)
+
+
+@pytest.mark.parametrize("replicas", [(1,), (1, 1, 1), (2, 1), (1, 2), (3, 2), (2, 3, 1), (1, 3, 2)])
+@pytest.mark.parametrize("schedule, size", [("pipedream", 1), ("pipedream-2bw", 3), ("pipedream-2bw", 8)])
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_predicted_weights_are_held_besides_the_newest(replicas, schedule, size, limit):
+    made = plan(replicas, size, schedule, prediction="spectrain", max_in_flight=limit)
+    assert versions_per_stage(made) == held_predicted(made, 40 * size)
+
+
+def test_a_plan_with_predictions_takes_as_many_weights_more():
+    """By the first of three stages: four instead of three of 100 bytes; by the last: one, as without."""
+    profile = model(*[layer(parameters=100)] * 3)
+    off, on = (
+        peak_memory_bytes(profile, plan([1, 1, 1], 1, "pipedream", prediction=prediction))
+        for prediction in ("off", "xpipe")
+    )
+    assert [a - b for a, b in zip(on, off)] == [100, 100, 0]
+
+
 @pytest.mark.parametrize("replicas", [(3, 2), (2, 3, 1), (1, 3, 2), (4, 1, 1)])
 def test_long_rounds_count_no_fewer_versions(monkeypatch, replicas):
     made = plan(replicas, 1, "pipedream", vertical_sync=True)
@@ -236,6 +282,16 @@ def test_a_curve_with_versions():
     seen = curves(profile, made, timeline)
     assert [bytes_ for _, bytes_ in seen[0]][:7] == [100, 100, 100, 100, 150, 150, 100]
     assert {bytes_ for _, bytes_ in seen[1]} == {20}
+
+
+@pytest.mark.parametrize("schedule, size", [("pipedream", 1), ("pipedream-2bw", 4)])
+def test_curves_with_predictions_reach_the_peak(schedule, size):
+    profile = model(*[layer(1, 2, parameters=50)] * 3)
+    made = plan([1, 1, 1], size, schedule, prediction="spectrain")
+    timeline, prediction = predict(made, profile, free(3))
+    seen = curves(profile, made, timeline)
+    most = [max(bytes_ for _, bytes_ in curve) for curve in seen.values()]
+    assert most == list(prediction.peak_memory_bytes)
 
 
 LAYER = st.builds(
@@ -305,6 +361,8 @@ def check_most_over_time(chosen, profile, cluster):
         ("pipedream", {"max_in_flight": 2}),
         ("pipedream-2bw", {}),
         ("pipedream-2bw", {"max_in_flight": 2}),
+        ("pipedream", {"prediction": "spectrain"}),
+        ("pipedream-2bw", {"prediction": "xpipe"}),
     ],
 )
 @given(CASES)

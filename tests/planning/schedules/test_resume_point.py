@@ -97,6 +97,19 @@ def test_the_versions_that_are_kept_are_those_that_the_rest_asks_for(kind):
                 assert kept in ([], wanted) or not wanted
 
 
+@pytest.mark.parametrize("schedule, size", [("pipedream", 1), ("pipedream-2bw", 4)])
+@pytest.mark.parametrize("replicas", [[1, 1, 1], [2, 1], [1, 3]])
+def test_weights_that_were_predicted_are_kept_by_the_update_that_they_are_for(schedule, size, replicas):
+    made = plan(replicas, size, schedule, prediction="spectrain")
+    point = ResumePoint(2 * resume_points_every(made), 30)
+    for place in places(made):
+        newest, mine = num_updates(made, place.stage, point), made.microbatches_of(place, 30 * size)
+        behind = [m for m in mine if m >= point.done * size and version_of(made, place.stage, m) < newest]
+        per_update = made.replicas[place.stage] if size == 1 else size
+        assert versions_in_use(made, place, point) == sorted({m // per_update for m in behind})
+        assert all(number >= newest for number in versions_in_use(made, place, point))
+
+
 def test_replicas_may_see_versions_that_the_first_one_does_not():
     """Under vertical sync; so what the first one writes is not enough for all."""
     made = plan([2, 2, 3], 1, "pipedream", vertical_sync=True)

@@ -242,6 +242,8 @@ def test_memory_forces_a_cut():
     [
         {"schedule": "zero-bubble"},
         {"schedule": "pipedream", "vertical_sync": True},
+        {"schedule": "pipedream", "prediction": "spectrain"},
+        {"schedule": "pipedream-2bw", "prediction": "spectrain"},
         {"schedule": "1f1b", "max_in_flight": 2},
         {"schedule": "pipedream-2bw", "max_in_flight": 3},
     ],
