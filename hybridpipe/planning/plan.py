@@ -501,7 +501,8 @@ class Plan:
 
     def zero_of(self, stage: int) -> int:
         """Return what a stage's replicas shard (`StageSpec.zero`); 0 for one replica."""
-        return max(self.zero, self.stages[stage].zero) if self.replicas[stage] > 1 else 0
+        spec = self.stages[stage]
+        return max(self.zero, spec.zero) if spec.replicas > 1 else 0
 
     def scatters(self, stage: int) -> bool:
         """True if a stage's gradients are reduced by a reduce-scatter."""
@@ -512,7 +513,7 @@ class Plan:
 
         Not where no rank waits for the gradient, nor where an all-reduce can start during the backward.
         """
-        return stage > 0 and self.replicas[stage] == 1
+        return stage > 0 and self.stages[stage].replicas == 1
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that handles `microbatch` in `stage`."""

@@ -10,6 +10,8 @@ when the slowest part of the whole pipeline is, less the way from the stage to t
 
 x contains what passes in the other direction as well, divided by h: of a few messages that share a link all
 arrive at the end, and so do the gradients that answer them, so the directions take turns.
+
+A stage waits not only for the last one but for each behind it, as all keep their order (`_longest_loop`).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +36,7 @@ from hybridpipe.planning.cost.formula import (
 from hybridpipe.planning.cost.links import Floats
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.schedules.generators import ceil_div
+from hybridpipe.planning.schedules.generators import UNLIMITED, ceil_div, until_backward
 
 
 def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
@@ -65,7 +67,7 @@ class Estimates(NamedTuple):
 def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estimates:
     """Return the estimates of a plan, given `stage_costs`."""
     terms = plan_terms(plan, costs, cluster)
-    ways, apart, busiest, in_turns = _cuts(plan, costs, cluster)
+    ways, apart, meeting, busiest, in_turns = _cuts(plan, costs, cluster)
     if plan.traits.interleaves:
         sums, each = group_parts(plan, terms)
         seconds = float(sums.sum() + ways.sum() + max(each.max(), busiest))
@@ -73,17 +75,46 @@ def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estim
     sums, maxima = group_parts(plan, terms)
     to_the_end = np.cumsum((sums + ways)[::-1])[::-1]
     closer = np.cumsum((sums + apart)[::-1])[::-1]
-    ports, trips = _ports(plan, costs, cluster), _of_stages(plan, round_trips)
-    waits, shorter_waits = float((trips * to_the_end).max()), float((trips * closer).max())
+    ports, after = _ports(plan, costs, cluster), terms.after
+    waits = float((_of_stages(plan, round_trips) * to_the_end).max())
     if plan.is_asynchronous:
         unhindered = float(max(maxima.max(), ports.max(), busiest))
-        return Estimates(max(unhindered, waits), max(unhindered, shorter_waits), unhindered)
-    fill, after = to_the_end[0], terms.after
+        replicas = np.array(plan.replicas)
+        updates = replicas if plan.traits.whole_minibatch else 1  # minibatches of an update
+        pause = after + np.minimum(terms.reduction, ports * replicas * updates) / 2 * (terms.exposed > 0)
+        loop = _longest_loop(plan, sums, apart + meeting, pause)
+        closely = max(unhindered, loop, float((ports + terms.reduction / updates).max()))
+        return Estimates(max(unhindered, waits), closely, unhindered)
+    loop = _longest_loop(plan, sums, apart + meeting, np.zeros(plan.num_stages))
+    fill = to_the_end[0]
     unhindered = max(float(np.maximum(maxima, ports + after).max()), busiest)
-    pace = max(float(np.maximum(maxima - after, ports).max()), in_turns, shorter_waits)
+    pace = max(float(np.maximum(maxima - after, ports).max()), in_turns, loop)
     late = max(0.0, float((after - (closer[0] - closer) / 2).max()))
     seconds = fill + max(unhindered, waits)
     return Estimates(float(seconds), float(closer[0] + pace + late), float(fill + unhindered), late)
+
+
+def _longest_loop(plan: Plan, sums: Floats, ways: Floats, pause: Floats) -> float:
+    """Return the most seconds of a minibatch that a stage waits because ranks keep the order of their passes.
+
+    A replica with h microbatches on their way computes a backward after the forward of the h - 1st behind it.
+    So a forward goes from stage i to stage j, and lets the backward of an earlier one pass there. That goes
+    back to i, and lets a later forward pass. On the way i has passed h_i m_i - (h_j - 1) m_j microbatches.
+
+    Args:
+        sums: of each stage, a microbatch's forward and backward.
+        ways: over the cut behind each stage and back.
+        pause: of each stage, between its backward and a forward in a new update.
+    """
+    traits, replicas = plan.traits, np.array(plan.replicas)
+    if not traits.has_warm_up:
+        return 0.0
+    held = np.array(until_backward(plan, UNLIMITED if plan.is_asynchronous else plan.num_microbatches))
+    passed = (held * replicas)[:, None] - (held - 1) * replicas
+    loops = plan.num_microbatches / np.maximum(passed, 1) - (not plan.is_asynchronous)
+    starts = np.cumsum(sums + ways) - sums - ways
+    pauses = pause[:, None] * (loops if traits.whole_minibatch else 1.0)
+    return float(np.triu(loops * (starts + sums - starts[:, None]) + pauses).max())
 
 
 def _of_stages(plan: Plan, formula: Callable[[str, int, int, int, int | None], float]) -> Floats:
@@ -111,28 +142,34 @@ def _together(plan: Plan) -> int:
     return max(plan.replicas) if plan.is_asynchronous else plan.num_microbatches
 
 
-def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> tuple[Floats, Floats, float, float]:
+def _cuts(
+    plan: Plan, costs: Sequence[StageCost], cluster: Cluster
+) -> tuple[Floats, Floats, Floats, float, float]:
     """Return the way over the cut behind each stage, 0 behind the last, and the busiest link's seconds.
 
     Each is returned twice, by the formula and looked at closely: replicas behind a stage with fewer do not
-    end their forwards at once, and messages of the two directions wait for each other.
+    end their forwards at once, and messages of the two directions wait for each other. The third figure is
+    the delay of a microbatch by messages of the cuts before and behind, of which it meets about half.
     """
-    ways, apart = np.zeros((2, plan.num_stages))
+    ways, apart, meeting = np.zeros((3, plan.num_stages))
     if plan.num_stages == 1:
-        return ways, apart, 0.0, 0.0
+        return ways, apart, meeting, 0.0, 0.0
     sent, returned = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T
-    latency, per_byte, busy_per_byte, _ = plan_cut_figures(plan, cluster, plan.is_asynchronous)
+    latency, per_byte, busy_per_byte, alone = plan_cut_figures(plan, cluster, plan.is_asynchronous)
     moving = per_byte * (sent + returned)
     replicas = np.minimum(plan.replicas, _together(plan))
     at_once, fewer = (-(-each[:-1] // replicas[1:]) for each in (replicas, np.minimum.accumulate(replicas)))
     ways[:-1], apart[:-1] = 2 * latency + moving, 2 * latency + moving * fewer / at_once
+    beside = np.pad(alone * (sent + returned), 1)
+    met = np.maximum(beside[:-2] / plan.replicas[:-1], beside[2:] / plan.replicas[1:])
+    meeting[:-1] = np.minimum(apart[:-1], met / 2)
     num_bytes = cut_bytes(plan.schedule, sent, returned)
     held = _of_stages(plan, held_until_gradients)
     taking_turns = num_bytes + (sent + returned - num_bytes) / np.maximum(held[:-1], 1)
     group = np.array(plan.groups)
     links = 2 * group[:-1] + (group[1:] < group[:-1])  # cuts between the same ranks share links
     busiest, in_turns = (np.bincount(links, busy_per_byte * each).max() for each in (num_bytes, taking_turns))
-    return ways, apart, float(busiest), float(in_turns)
+    return ways, apart, meeting, float(busiest), float(in_turns)
 
 
 def group_parts(plan: Plan, terms: StageTerms[Floats]) -> tuple[Floats, Floats]:
@@ -174,7 +211,7 @@ class Between(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> "Between":
         """Return that of a plan, given `stage_costs`."""
-        ways, _, busiest, _ = _cuts(plan, costs, cluster)
+        ways, _, _, busiest, _ = _cuts(plan, costs, cluster)
         if plan.traits.interleaves:
             ways, none = np.append(np.zeros(plan.num_groups - 1), ways.sum()), np.zeros(plan.num_groups)
             return cls(ways, none, none, busiest, is_asynchronous=False)

@@ -55,6 +55,7 @@ once a minibatch of M microbatches, a stage takes ceil(M/m) w + e + u, M y / m a
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from operator import add, attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -411,11 +412,17 @@ def exchange_seconds(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -
 
 def plan_cut_figures(plan: Plan, cluster: Cluster, asynchronous: bool) -> Floats:
     """Return the `cut_figures` of a plan's cuts, shape (4, cuts); 0 where nothing is sent."""
-    before = np.arange(plan.num_stages - 1)
-    ranks = [stage.ranks for stage in plan.stages]
-    pairs = np.stack([before, before + 1])
-    figures = cut_figures(cluster, ranks, pairs, plan.num_microbatches, asynchronous)
+    ranks = tuple(stage.ranks for stage in plan.stages)
+    figures = _figures_between(cluster, ranks, plan.num_microbatches, asynchronous)
     return figures * [plan.sends(cut) for cut in range(plan.num_stages - 1)]
+
+
+@lru_cache(maxsize=1024)  # a search looks at many cuts between the same ranks
+def _figures_between(
+    cluster: Cluster, ranks: tuple[tuple[int, ...], ...], num_microbatches: int, asynchronous: bool
+) -> Floats:
+    before = np.arange(len(ranks) - 1)
+    return cut_figures(cluster, ranks, np.stack([before, before + 1]), num_microbatches, asynchronous)
 
 
 def held_until_gradients(

@@ -17,9 +17,9 @@ from hybridpipe.planning.plan import Plan, StageSpec, Variant
 from hybridpipe.planning.search.placement import renumbered
 from hybridpipe.planning.search.problem import Problem
 
-MAX_EXPANDED, NUM_TRIED = 8, 4
+MAX_EXPANDED, NUM_TRIED = 8, 8
 FAR = 1.15  # factor of the best plan's time; plans beyond it are not expanded, and not simulated to the end
-WORTH_TRYING = 1.02  # factor of the best plan's time that a neighbour may be expected to take
+WORTH_TRYING = 1.04  # factor of the best plan's time that a neighbour may be expected to take
 NUM_IDLE, PROGRESS = 2, 1e-3  # plans in a row that bring less progress, after which it is enough
 
 
@@ -76,7 +76,7 @@ def neighbours(plan: Plan, problem: Problem) -> Iterator[Plan]:
         tuple(tuple(sorted(stage.ranks)) for stage in plan.stages),
     )
     idle = sorted(set(ranks).difference(plan.ranks))
-    changes = _moved_cuts(here, traffic), _moved_ranks(here, idle), _merged(here), _split(here, traffic)
+    changes = _moved_cuts(here, traffic), _moved_ranks(here, idle), _merged(here), _split(here, idle, traffic)
     for changed in changes:
         for shape in changed:
             placed = renumbered(problem.cluster, ranks, shape.groups)
@@ -136,15 +136,20 @@ def _merged(here: _Shape) -> Iterator[_Shape]:
         )
 
 
-def _split(here: _Shape, traffic: Sequence[float]) -> Iterator[_Shape]:
-    """Yield the shapes with a stage in two, cut where little is sent, with half of the ranks each."""
+def _split(here: _Shape, idle: Sequence[int], traffic: Sequence[float]) -> Iterator[_Shape]:
+    """Yield the shapes with a stage in two, cut where little is sent in each third of it.
+
+    Each half has half of the stage's ranks, or one of them all and the other two idle ranks: a stage that
+    computes little lets those before it have more microbatches on their way.
+    """
     for s, group in enumerate(here.groups):
         inside = range(here.edges[s] + 1, here.edges[s + 1])
-        if len(group) > 1 and inside:
-            third = len(inside) // 3
-            cut = min(inside[third : len(inside) - third], key=lambda edge: traffic[edge])
-            half = (len(group) + 1) // 2
-            yield _Shape(
-                (*here.edges[: s + 1], cut, *here.edges[s + 1 :]),
-                (*here.groups[:s], group[:half], group[half:], *here.groups[s + 1 :]),
-            )
+        third, half, more = len(inside) // 3, (len(group) + 1) // 2, tuple(idle[:2])
+        thirds = inside[:third], inside[third : len(inside) - third], inside[len(inside) - third :]
+        shared = [(group[:half], group[half:]), (group, more), (more, group)]
+        for part, (front, back) in product(thirds, shared):
+            if part and front and back:
+                yield _Shape(
+                    (*here.edges[: s + 1], min(part, key=lambda edge: traffic[edge]), *here.edges[s + 1 :]),
+                    (*here.groups[:s], front, back, *here.groups[s + 1 :]),
+                )

@@ -227,15 +227,12 @@ def _all_candidates(problems: Sequence[Problem], outlook: _Outlook) -> list[Cand
 
 
 def _tight(problem: Problem, candidates: Sequence[Candidate], outlook: _Outlook) -> Iterator[Candidate]:
-    """Yield plans that need less memory than the best one, where memory is not limited.
+    """Yield asynchronous plans that need less memory than the best one, where memory is not limited.
 
     They are the formula's best among other plans. It errs alike for those that are much alike, so of the
     runners-up without a limit many are slow where the first one is.
     """
-    traits = problem.request.traits
-    if problem.is_limited or problem.size > SMALL:
-        return
-    if not traits.has_warm_up or traits.interleaves or traits.splits_backward:
+    if problem.is_limited or problem.size > SMALL or not problem.request.traits.is_asynchronous:
         return
     best = min(candidates, key=lambda each: each.seconds)
     pipelines = (each.seconds for each in candidates if each.plan.num_stages > 1)

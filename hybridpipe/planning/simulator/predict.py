@@ -8,6 +8,7 @@ the minibatches of `_window`.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 
 from hybridpipe.planning.cluster import Cluster
@@ -29,6 +30,7 @@ __all__ = ["MAX_INSTRUCTIONS", "Deadlock", "is_simulated", "predict", "simulate"
 MAX_INSTRUCTIONS = 400_000
 # Beyond these a plan is not simulated at all: they take a minute, and some hundred megabytes.
 MOST_INSTRUCTIONS, MOST_ROUTES = 4_000_000, 4_000_000
+MOST_KEPT = 20_000  # instructions of programs that are kept, some megabytes
 STEADY = 1e-4  # relative: rounds that differ by less take equally long
 
 
@@ -92,6 +94,19 @@ def predict(
     )
 
 
+def _programs(plan: Plan, num_microbatches: int) -> Mapping[int, Program]:
+    """Return the plan's programs. Its cuts change none, so short ones are kept for plans with others."""
+    if num_microbatches * _instructions_per_microbatch(plan) > MOST_KEPT:
+        return programs(plan, num_microbatches)
+    stages = tuple(replace(stage, start=s, stop=s + 1) for s, stage in enumerate(plan.stages))
+    return _programs_of(
+        replace(plan, stages=stages, num_layers=len(stages), predicted=None), num_microbatches
+    )
+
+
+_programs_of = lru_cache(maxsize=16)(programs)
+
+
 def is_simulated(plan: Plan) -> bool:
     """True if `predict` takes all figures from a simulation, which takes a few seconds at most."""
     if plan.is_asynchronous:
@@ -125,7 +140,7 @@ def _flushed(
         return event.end_seconds > limit
 
     until = is_late if limit < math.inf else None
-    runs = [simulate(programs(plan, count), plan, costs, cluster, until=until) for count in counts]
+    runs = [simulate(_programs(plan, count), plan, costs, cluster, until=until) for count in counts]
     last = runs[-1]
     if last.seconds > limit:
         return last, math.inf, 1.0
@@ -172,7 +187,7 @@ def _steady(
     # Before a burst has passed, the pipeline would repeat itself at another pace.
     has_bursts = any(level.burst_bytes for level in cluster.levels)
     until = None if has_bursts else pace.repeats
-    timeline = simulate(programs(plan, count), plan, costs, cluster, until=until)
+    timeline = simulate(_programs(plan, count), plan, costs, cluster, until=until)
     if pace.is_steady:
         begin, end, window = pace.ends[-1 - pace.span], pace.ends[-1], pace.span * pace.round_length
     else:

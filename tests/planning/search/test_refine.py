@@ -33,7 +33,17 @@ def test_the_neighbours_of_a_plan():
         *("3:1 6:2", "3:1 6:1", "3:3 6:1", "3:2 6:2"),  # a rank moved, left out, or used
         "6:3",  # one stage less
         "2:1 3:1 6:1",  # one stage more, cut where little is sent
+        *("2:2 3:1 6:1", "2:1 3:2 6:1", "3:2 5:1 6:1"),  # with the idle rank
     }
+
+
+def test_a_stage_is_cut_in_each_third_of_it():
+    profile = model(*(layer(output=output) for output in (9, 4, 9, 9, 3, 9, 5, 9, 9)))
+    whole = replace(plan((9, 2)), stages=(StageSpec(0, 9, 2, (0, 1)),))
+    found = told(neighbours(whole, Problem(profile, Cluster.flat(5, 1e9, 0.0), 8, 5, PlanRequest())))
+    halves = {f"{cut}:1 9:1" for cut in (2, 5, 7)}
+    beside_idle = {f"{cut}:2 9:2" for cut in (2, 5, 7)}
+    assert found == halves | beside_idle | {"9:1", "9:3"}
 
 
 def test_the_best_is_followed_and_little_is_simulated():
