@@ -23,6 +23,7 @@ from hybridpipe.planning.simulator.predict import predict
 FOLDER = Path(os.environ.get("PUBLISHED", Path(__file__).parents[4] / "shared/published")) / "sailor"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"needs Sailor's measurements in {FOLDER}")
 RUNS = ("N8_D2", "N8_D4", "N16_D4", "N16_D8", "N32_D8", "N32_D16", "N64_D8", "N64_D16")  # N ranks of 4 GPUs
+BANDWIDTH = 20e9  # bytes a second, assumed
 TENSOR_DEGREE, OUTPUT = "4", 2048 * 2560 * 2  # bytes of a sample: its length, the width, half precision
 
 
@@ -39,7 +40,7 @@ class Case(NamedTuple):
 
     @property
     def cluster(self):
-        return Cluster.flat(self.plan.num_ranks, bandwidth=20e9, latency_seconds=1e-4)
+        return Cluster.flat(self.plan.num_ranks, BANDWIDTH, latency_seconds=1e-4)
 
 
 def case(run):
@@ -67,8 +68,9 @@ def cases():
     return {run: case(run) for run in RUNS}
 
 
-def seconds(each, waits):
-    cluster = replace(each.cluster, waits_for_messages=waits)
+def seconds(each, waits, factor=1.0):
+    faster = Cluster.flat(each.plan.num_ranks, factor * BANDWIDTH, latency_seconds=1e-4)
+    cluster = replace(faster, waits_for_messages=waits)
     return predict(each.plan, each.profile, cluster)[1].minibatch_seconds + each.reduction_seconds
 
 
@@ -90,6 +92,13 @@ def test_iterations_are_predicted(cases, waits, typical, worst):
     assert max(map(abs, off)) <= worst
     assert all(each < 0 for each in off)
     assert in_order(cases, predicted)
+
+
+@pytest.mark.parametrize("factor, typical, least, most", [(0.5, 0.05, -0.03, 0.13), (2, 0.06, -0.07, -0.04)])
+def test_iterations_hang_on_the_bandwidth_that_is_assumed(cases, factor, typical, least, most):
+    """With half of it the longest pipeline is an eighth too slow, with twice all are too fast."""
+    off = [seconds(each, True, factor) / each.seconds - 1 for each in cases.values()]
+    assert median(map(abs, off)) <= typical and least < min(off) <= max(off) < most
 
 
 def test_peak_memory_is_beside_what_was_measured(cases):
