@@ -18,7 +18,7 @@ import hybridpipe
 from hybridpipe.cli import main
 from hybridpipe.config.file import Config, Factory
 from hybridpipe.planning import cluster, plan, profile
-from hybridpipe.planning.schedules.registry import SCHEDULES
+from hybridpipe.planning.schedules.registry import SCHEDULES, ScheduleTraits
 from hybridpipe.run_folder.data import RunStart
 
 PAGES = Path(__file__).parent.parent / "docs/reference"
@@ -177,3 +177,8 @@ def test_the_page_of_python_names_every_argument_and_method():
 
 def test_the_page_of_schedules_names_every_schedule():
     assert tables("../internals/schedules.md")["The schedules"].keys() == set(SCHEDULES)
+
+
+def test_the_page_about_a_new_schedule_names_every_trait():
+    page = (PAGES.parent / "internals/adding-a-schedule.md").read_text()
+    assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == ScheduleTraits._fields

@@ -21,6 +21,7 @@ from hybridpipe.errors import UserError
 from hybridpipe.files import write_json
 from hybridpipe.health import failure
 from hybridpipe.optim.gradient_sync import BucketSync
+from hybridpipe.planning.checks import NO_PREDICTION
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.cost.formula import StageCost, stage_costs
 from hybridpipe.planning.plan import Plan
@@ -166,7 +167,7 @@ def _trainer(settings: Replay, rank: int) -> Trainer:
         nn.Sequential(*layers),
         loss=sleeping_loss,
         optimizer=optimizer,  # a function has one name on all ranks; `update_seconds` differ
-        plan=replace(plan, predicted=None),
+        plan=replace(plan, predicted=None, prediction=NO_PREDICTION),  # it takes hardly any time
         minibatch_size=plan.num_microbatches,
         verbose=False,
     )

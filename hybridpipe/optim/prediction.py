@@ -4,7 +4,6 @@ Knows torch optimizers and their state; no stages and no schedule. Invariant: ne
 changed. Sources: SpecTrain (Chen et al. 2018); XPipe (Guan et al. 2019).
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,10 +25,14 @@ def _adams(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None:
     """
     if "exp_avg" not in state:
         return None
-    of_first, of_second = (1 - float(beta) ** float(state["step"]) for beta in group["betas"])
-    squares: Tensor = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
-    mean: Tensor = state["exp_avg"]
-    return mean.div((squares.sqrt() / math.sqrt(of_second)).add_(group["eps"])).div_(of_first)
+    step = state["step"].double()  # where it lies: reading it would wait for a GPU
+    of_first, of_second = (1 - beta**step for beta in group["betas"])
+    mean, squares = state["exp_avg"], state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+    is_complex = mean.is_complex()
+    if is_complex:  # Adam keeps the squares of both parts apart
+        mean, squares = torch.view_as_real(mean), torch.view_as_real(squares)
+    along: Tensor = mean.div((squares.sqrt() / of_second.sqrt()).add_(group["eps"])).div_(of_first)
+    return torch.view_as_complex(along) if is_complex else along
 
 
 class _Way(NamedTuple):

@@ -7,7 +7,7 @@ the first node.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -213,6 +213,9 @@ class Cluster:
     format: str = CLUSTER_FORMAT
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), list):
+                object.__setattr__(self, field.name, tuple(value))
         if self.format != CLUSTER_FORMAT:
             raise ValueError(f"format must be {CLUSTER_FORMAT!r}, got {self.format!r}")
         if not self.levels:

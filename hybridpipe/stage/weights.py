@@ -219,7 +219,7 @@ class WeightVersions:
         self._own, self._lowered = trained_parameters(layers), self._precision.lowered(layers)
         parameters = list(dict.fromkeys(p for layer in self._own for p in layer.values()))
         if list(map(id, parameters)) != list(map(id, self._parameters)):
-            if any(number != self._newest for number in self._held):
+            if any(number != self._newest or self._predict for number in self._held):
                 raise ValueError(
                     "requires_grad must not change in the middle of an epoch that continues under an "
                     "asynchronous schedule: older versions of the weights are in use"
@@ -250,8 +250,11 @@ class WeightVersions:
         return self._held[number]
 
     def begin(self) -> None:
-        """Adopt the Parameters' present values as the newest version; no microbatch uses it."""
-        self._held.pop(self._newest, None)
+        """Adopt the Parameters' present values as the newest version; no microbatch uses any.
+
+        After an update that failed a version may be held that was predicted from other values.
+        """
+        self._held.clear()
 
     def keep_from(self, number: int) -> None:
         """Keep version `number` and all later ones, and drop older ones.

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 from pytest import approx
 
 from hybridpipe.cli.replay import Replay, enough_minibatches, pace, round_length
+from hybridpipe.cli.replay import replay as run_replay
 from hybridpipe.errors import UserError
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan, StageSpec
@@ -36,6 +39,13 @@ def test_prediction_with_and_without_overlap():
     assert asked(cluster=cluster, overlap=False).predicted() == approx(6.0 + 2 * seconds)
     assert asked(cluster=cluster).predicted() == approx(6.0 + seconds)
     assert asked().predicted() is None
+
+
+def test_a_plan_that_predicts_weights_is_replayed(tmp_path):
+    quick = replace(LAYER, forward_seconds=1e-4, backward_seconds=2e-4, parameter_bytes=8)
+    plan = Plan((StageSpec(0, 2),), "pipedream", prediction="xpipe")
+    settings = Replay(ModelProfile((quick, quick), samples=1), plan, None, 1.0, 3, overlap=True)
+    assert run_replay(settings, tmp_path) == 0 and (tmp_path / "summary.json").is_file()
 
 
 def test_refusals():

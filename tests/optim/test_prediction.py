@@ -49,6 +49,23 @@ def test_without_new_gradients_adam_is_moved_as_in_its_last_step(make):
         torch.testing.assert_close(new - p.detach(), 2.5 * step, rtol=1e-6, atol=0)
 
 
+def test_both_parts_of_a_complex_parameter_have_squares_of_their_own():
+    def parts(make):
+        torch.manual_seed(3)
+        parameter = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        optimizer = make([parameter])
+        parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        before = parameter.detach().clone()
+        parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        return optimizer, parameter, parameter.detach() - before
+
+    optimizer, parameter, last = parts(ADAM)
+    [moved] = predicted(optimizer, "xpipe", [parameter], 2.0)
+    torch.testing.assert_close(moved - parameter.detach(), 2 * last, rtol=1e-6, atol=0)
+
+
 def test_sgd_is_moved_along_its_momentum_by_each_groups_rate():
     def make(parameters):
         return SGD([{"params": parameters[1:], "lr": 0.3}, {"params": parameters[:1]}])

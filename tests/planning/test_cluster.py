@@ -155,3 +155,10 @@ def test_messages_that_a_rank_waits_for_keep_it_from_computing():
     cluster = replace(Cluster.flat(2, 10.0, 0.5), message_seconds=0.25)
     assert cluster.occupied_seconds(20.0, 2) == 0.5
     assert replace(cluster, waits_for_messages=True).occupied_seconds(20.0, 2) == 0.5 + 2 * 0.5 + 2.0
+
+
+def test_lists_are_taken_as_tuples():
+    """Searches keep figures of clusters, which must be hashable."""
+    levels = Cluster.flat(4, 1e9, 1e-5).levels
+    made = Cluster([*levels], wakeup_seconds=[0.0])
+    assert made == Cluster(levels, wakeup_seconds=(0.0,)) and hash(made) == hash(replace(made))

@@ -372,6 +372,34 @@ def test_what_is_trained_must_not_change_while_older_versions_are_in_use():
     assert [len(layer) for layer in versions.current()] == [0, 2, 0, 2]
 
 
+def ahead(parameters, updates):
+    """Prediction: each update adds one."""
+    return [p.data + updates for p in parameters]
+
+
+def test_what_is_trained_must_not_change_while_predicted_weights_are_in_use():
+    """They may have the number of the newest version, as under 2BW."""
+    model = chain()
+    versions = WeightVersions(model, predict=ahead, ahead=1)
+    versions.restore(5, {5: {p: torch.full_like(p, 5.0) for p in model.parameters()}})
+    model[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="requires_grad must not change in the middle of an epoch"):
+        versions.renew(model)
+
+
+def test_weights_predicted_before_a_failed_update_are_predicted_again():
+    model = chain()
+    versions = WeightVersions(model, predict=ahead, ahead=1)
+    versions.keep_from(1)
+    with pytest.raises(ZeroDivisionError), versions.update():
+        raise ZeroDivisionError
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    versions.begin()
+    assert all(bool(value.eq(1).all()) for value in values(versions.version(1)))
+
+
 def test_versions_of_an_earlier_run_are_asked_for_and_go():
     model = chain()
     versions = WeightVersions(model)

@@ -112,6 +112,8 @@ def _longest_loop(plan: Plan, sums: Floats, ways: Floats, pause: Floats) -> floa
     held = np.array(until_backward(plan, UNLIMITED if plan.is_asynchronous else plan.num_microbatches))
     passed = (held * replicas)[:, None] - (held - 1) * replicas
     loops = plan.num_microbatches / np.maximum(passed, 1) - (not plan.is_asynchronous)
+    if not plan.is_asynchronous:  # a stage that forwards all before its first backward waits for none
+        loops *= (held * replicas < plan.num_microbatches)[:, None]
     starts = np.cumsum(sums + ways) - sums - ways
     pauses = pause[:, None] * (loops if traits.whole_minibatch else 1.0)
     return float(np.triu(loops * (starts + sums - starts[:, None]) + pauses).max())

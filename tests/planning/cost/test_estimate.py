@@ -40,6 +40,13 @@ def test_so_do_those_that_flush():
     assert estimated(FAR_APART, straight).closely == approx(simulated(FAR_APART, straight), rel=0.04)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
+def test_a_stage_that_forwards_all_first_waits_for_none(count):
+    """Of few microbatches hardly any stage waits; searches took plans up to a fifth slower."""
+    profile, straight = model(*[layer(output=10)] * 4), plan([1, 1, 1, 1], count)
+    assert estimated(profile, straight).closely == approx(simulated(profile, straight), rel=0.03)
+
+
 def test_schedules_without_a_warm_up_have_no_such_order():
     straight = plan([1, 1, 1], 32, "gpipe")
     assert estimated(FAR_APART, straight).closely == approx(estimated(FAR_APART, straight).seconds)
