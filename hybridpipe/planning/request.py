@@ -115,11 +115,8 @@ class PlanRequest:
         Args:
             is_limited: ranks have a limit of memory. Without one, nothing need be spared.
         """
-        return [
-            name
-            for name in self.schedules
-            if is_limited or self.schedule != AUTO or not TRAITS[name].spares_memory
-        ]
+        spares_none = self.schedule == AUTO and not is_limited
+        return [name for name in self.schedules if not (spares_none and TRAITS[name].spares_memory)]
 
     @property
     def _considered(self) -> list[str]:

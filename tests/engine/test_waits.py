@@ -68,6 +68,17 @@ def reads(monkeypatch):
     return found
 
 
+@pytest.mark.parametrize("schedule, count", [("pipedream", 1), ("pipedream-2bw", 4)])
+def test_nor_does_it_read_to_predict_weights(reads, schedule, count):
+    torch.manual_seed(0)
+    net = mlp()
+    plan = make_plan("1-1", len(net), count, schedule, prediction="xpipe")
+    lanes = {rank: CountingLanes() for rank in plan.ranks}
+    rule = UpdateRule(partial(torch.optim.Adam, lr=0.1), on_nonfinite="stop")
+    in_threads(plan, net, minibatches(8, 8), 2, nn.functional.cross_entropy, rule=rule, lanes=lanes)
+    assert reads[False] == [] and set(reads[True]) == {"__bool__"}
+
+
 @pytest.mark.parametrize("model", [mlp, branches])
 @pytest.mark.parametrize(
     "name, schedule", [("1", "1f1b"), ("1-1", "1f1b"), ("1-1-1", "zero-bubble"), ("1-1", "gpipe")]

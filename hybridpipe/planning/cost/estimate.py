@@ -11,7 +11,7 @@ when the slowest part of the whole pipeline is, less the way from the stage to t
 x contains what passes in the other direction as well, divided by h: of a few messages that share a link all
 arrive at the end, and so do the gradients that answer them, so the directions take turns.
 
-A stage waits not only for the last one but for each behind it, as all keep their order (`_longest_loop`).
+A stage waits not only for the last one but for each behind it, as all keep their order (`_longest_cycle`).
 """
 
 from collections.abc import Callable, Sequence
@@ -67,39 +67,40 @@ class Estimates(NamedTuple):
 def estimates(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Estimates:
     """Return the estimates of a plan, given `stage_costs`."""
     terms = plan_terms(plan, costs, cluster)
-    ways, apart, meeting, busiest, in_turns = _cuts(plan, costs, cluster)
+    cuts = _cuts(plan, costs, cluster)
     if plan.traits.interleaves:
         sums, each = group_parts(plan, terms)
-        seconds = float(sums.sum() + ways.sum() + max(each.max(), busiest))
+        seconds = float(sums.sum() + cuts.ways.sum() + max(each.max(), cuts.busiest))
         return Estimates(seconds, seconds, seconds)
     sums, maxima = group_parts(plan, terms)
-    to_the_end = np.cumsum((sums + ways)[::-1])[::-1]
-    closer = np.cumsum((sums + apart)[::-1])[::-1]
+    to_the_end = np.cumsum((sums + cuts.ways)[::-1])[::-1]
+    closer = np.cumsum((sums + cuts.apart)[::-1])[::-1]
     ports, after = _ports(plan, costs, cluster), terms.after
     waits = float((_of_stages(plan, round_trips) * to_the_end).max())
     if plan.is_asynchronous:
-        unhindered = float(max(maxima.max(), ports.max(), busiest))
+        unhindered = float(max(maxima.max(), ports.max(), cuts.busiest))
         replicas = np.array(plan.replicas)
         updates = replicas if plan.traits.whole_minibatch else 1  # minibatches of an update
         pause = after + np.minimum(terms.reduction, ports * replicas * updates) / 2 * (terms.exposed > 0)
-        loop = _longest_loop(plan, sums, apart + meeting, pause)
-        closely = max(unhindered, loop, float((ports + terms.reduction / updates).max()))
+        cycle = _longest_cycle(plan, sums, cuts.apart + cuts.meeting, pause)
+        closely = max(unhindered, cycle, float((ports + terms.reduction / updates).max()))
         return Estimates(max(unhindered, waits), closely, unhindered)
-    loop = _longest_loop(plan, sums, apart + meeting, np.zeros(plan.num_stages))
+    cycle = _longest_cycle(plan, sums, cuts.apart + cuts.meeting, np.zeros(plan.num_stages))
     fill = to_the_end[0]
-    unhindered = max(float(np.maximum(maxima, ports + after).max()), busiest)
-    pace = max(float(np.maximum(maxima - after, ports).max()), in_turns, loop)
+    unhindered = max(float(np.maximum(maxima, ports + after).max()), cuts.busiest)
+    pace = max(float(np.maximum(maxima - after, ports).max()), cuts.in_turns, cycle)
     late = max(0.0, float((after - (closer[0] - closer) / 2).max()))
     seconds = fill + max(unhindered, waits)
     return Estimates(float(seconds), float(closer[0] + pace + late), float(fill + unhindered), late)
 
 
-def _longest_loop(plan: Plan, sums: Floats, ways: Floats, pause: Floats) -> float:
+def _longest_cycle(plan: Plan, sums: Floats, ways: Floats, pause: Floats) -> float:
     """Return the most seconds of a minibatch that a stage waits because ranks keep the order of their passes.
 
     A replica with h microbatches on their way computes a backward after the forward of the h - 1st behind it.
     So a forward goes from stage i to stage j, and lets the backward of an earlier one pass there. That goes
-    back to i, and lets a later forward pass. On the way i has passed h_i m_i - (h_j - 1) m_j microbatches.
+    back to i, and lets a later forward pass. In this cycle i has passed h_i m_i - (h_j - 1) m_j microbatches.
+    Under a flush a stage that forwards all before its first backward waits for none.
 
     Args:
         sums: of each stage, a microbatch's forward and backward.
@@ -111,12 +112,12 @@ def _longest_loop(plan: Plan, sums: Floats, ways: Floats, pause: Floats) -> floa
         return 0.0
     held = np.array(until_backward(plan, UNLIMITED if plan.is_asynchronous else plan.num_microbatches))
     passed = (held * replicas)[:, None] - (held - 1) * replicas
-    loops = plan.num_microbatches / np.maximum(passed, 1) - (not plan.is_asynchronous)
-    if not plan.is_asynchronous:  # a stage that forwards all before its first backward waits for none
-        loops *= (held * replicas < plan.num_microbatches)[:, None]
+    cycles = plan.num_microbatches / np.maximum(passed, 1)  # of a minibatch
+    if not plan.is_asynchronous:
+        cycles = (cycles - 1) * (held * replicas < plan.num_microbatches)[:, None]
     starts = np.cumsum(sums + ways) - sums - ways
-    pauses = pause[:, None] * (loops if traits.whole_minibatch else 1.0)
-    return float(np.triu(loops * (starts + sums - starts[:, None]) + pauses).max())
+    pauses = pause[:, None] * (cycles if traits.whole_minibatch else 1.0)
+    return float(np.triu(cycles * (starts + sums - starts[:, None]) + pauses).max())
 
 
 def _of_stages(plan: Plan, formula: Callable[[str, int, int, int, int | None], float]) -> Floats:
@@ -144,18 +145,28 @@ def _together(plan: Plan) -> int:
     return max(plan.replicas) if plan.is_asynchronous else plan.num_microbatches
 
 
-def _cuts(
-    plan: Plan, costs: Sequence[StageCost], cluster: Cluster
-) -> tuple[Floats, Floats, Floats, float, float]:
-    """Return the way over the cut behind each stage, 0 behind the last, and the busiest link's seconds.
+class _Cuts(NamedTuple):
+    """Seconds of a plan's messages; of arrays, those of the cut behind each stage, 0 behind the last.
 
-    Each is returned twice, by the formula and looked at closely: replicas behind a stage with fewer do not
-    end their forwards at once, and messages of the two directions wait for each other. The third figure is
-    the delay of a microbatch by messages of the cuts before and behind, of which it meets about half.
+    Args:
+        ways: of a microbatch's way there and back.
+        apart: the same looked at closely: replicas behind a stage with fewer do not end forwards at once.
+        meeting: its delay by messages of the cuts before and behind, of which it meets about half.
+        busiest: of a minibatch on the busiest link.
+        in_turns: the same looked at closely: messages of the two directions wait for each other.
     """
+
+    ways: Floats
+    apart: Floats
+    meeting: Floats
+    busiest: float
+    in_turns: float
+
+
+def _cuts(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> _Cuts:
     ways, apart, meeting = np.zeros((3, plan.num_stages))
     if plan.num_stages == 1:
-        return ways, apart, meeting, 0.0, 0.0
+        return _Cuts(ways, apart, meeting, 0.0, 0.0)
     sent, returned = np.array([(cost.output_bytes, cost.gradient_bytes) for cost in costs[:-1]]).T
     latency, per_byte, busy_per_byte, alone = plan_cut_figures(plan, cluster, plan.is_asynchronous)
     moving = per_byte * (sent + returned)
@@ -171,7 +182,7 @@ def _cuts(
     group = np.array(plan.groups)
     links = 2 * group[:-1] + (group[1:] < group[:-1])  # cuts between the same ranks share links
     busiest, in_turns = (np.bincount(links, busy_per_byte * each).max() for each in (num_bytes, taking_turns))
-    return ways, apart, meeting, float(busiest), float(in_turns)
+    return _Cuts(ways, apart, meeting, float(busiest), float(in_turns))
 
 
 def group_parts(plan: Plan, terms: StageTerms[Floats]) -> tuple[Floats, Floats]:
@@ -213,12 +224,12 @@ class Between(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> "Between":
         """Return that of a plan, given `stage_costs`."""
-        ways, _, _, busiest, _ = _cuts(plan, costs, cluster)
+        cuts = _cuts(plan, costs, cluster)
         if plan.traits.interleaves:
-            ways, none = np.append(np.zeros(plan.num_groups - 1), ways.sum()), np.zeros(plan.num_groups)
-            return cls(ways, none, none, busiest, is_asynchronous=False)
-        trips = _of_stages(plan, round_trips)
-        return cls(ways, _ports(plan, costs, cluster), trips, busiest, plan.is_asynchronous)
+            ways, none = np.append(np.zeros(plan.num_groups - 1), cuts.ways.sum()), np.zeros(plan.num_groups)
+            return cls(ways, none, none, cuts.busiest, is_asynchronous=False)
+        ports, trips = _ports(plan, costs, cluster), _of_stages(plan, round_trips)
+        return cls(cuts.ways, ports, trips, cuts.busiest, plan.is_asynchronous)
 
     def seconds(self, sums: Floats, maxima: Floats) -> float:
         """Return `estimate`, given the part of each group of ranks in the sum and, with ports, in the

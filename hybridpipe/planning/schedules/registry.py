@@ -25,8 +25,8 @@ class ScheduleTraits(NamedTuple):
         placement: where the chunks lie. "loop": chunk after chunk goes through the groups of ranks in order,
             the last followed by the first. "v": every second chunk goes back, so that the groups at both ends
             hold neighbours.
-        spares_memory: it is slower than another one, in less memory. A request for any schedule considers it
-            where memory is limited.
+        spares_memory: of equal stages it is slower than another one, in less memory. A request for any
+            schedule considers it where memory is limited.
         takes_max_in_flight: the number of microbatches in flight can be limited.
         least_room: where the order of passes follows their times, the microbatches that a rank must hold, of
             all its chunks; called with the number of groups of ranks.

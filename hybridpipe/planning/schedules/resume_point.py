@@ -11,12 +11,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.schedules.generators import (
-    ceil_div,
-    program,
-    versions,
-    weights_numbers,
-)
+from hybridpipe.planning.schedules.generators import ceil_div, program, versions, weights_numbers
 from hybridpipe.planning.schedules.instructions import AllGather, Instruction, Program, Reduction, Step
 
 

@@ -201,8 +201,8 @@ def _within_memory(problems: Sequence[Problem], outlook: _Outlook) -> list[Candi
     if not problems[0].is_limited:
         return _all_candidates(problems, outlook)
     profiles = {problem.profile.samples: problem.profile for problem in problems}
-    spared = [each for each in problems if each.is_alternative and each.request.traits.spares_memory]
-    free = _all_candidates([each.without_limit() for each in problems if each not in spared], outlook)
+    usual = [each for each in problems if not (each.is_alternative and each.request.traits.spares_memory)]
+    free = _all_candidates([each.without_limit() for each in usual], outlook)
     found = [each for each in free if fits(each.plan, profiles[each.samples], problems[0].cluster)]
     if found and min(each.seconds for each in found) == outlook.best:
         return found

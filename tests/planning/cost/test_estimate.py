@@ -53,7 +53,7 @@ def test_schedules_without_a_warm_up_have_no_such_order():
 
 
 def test_a_message_meets_those_of_the_cuts_beside_it():
-    """A loop of 3 + 6 + 3 s for two microbatches takes half of the other cut's 2 s longer."""
+    """A cycle of 3 + 6 + 3 s for two microbatches takes half of the other cut's 2 s longer."""
     profile = model(layer(output=300), layer(output=100), layer(0.1, 0.1))
     straight = plan([1, 1, 1], 1, "pipedream")
     assert estimated(profile, straight).closely == approx(6.5)

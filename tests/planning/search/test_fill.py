@@ -83,13 +83,13 @@ def test_of_equally_long_plans_the_one_of_the_higher_pace_is_first():
 
 
 def test_the_numbers_are_chosen_for_more_plans_than_the_best_without_them():
-    """Without numbers three replicas of all layers but the last are faster."""
+    """Without numbers three replicas of all layers are faster than any two stages."""
     rows = [(2, 40, 100), (3, 0, 400), (2, 0, 100), (1, 40, 200), (2, 400, 100)]
     layers = [replace(layer(each, 2 * each, *sizes), weight_seconds=each) for each, *sizes in rows]
     best, *others = search(model(*layers), Cluster.flat(4, 100.0, 0.0), 6, schedule="zero-bubble")
     without = [each for each in others if each.plan.in_flight is None]
     assert (best.plan.name, best.plan.in_flight, best.plan.weight_lag) == ("2-2", 3, 3)
-    assert without[0].plan.name == "3-1" and best.seconds < 0.92 * without[0].seconds
+    assert without[0].plan.name == "3" and best.seconds < 0.9 * without[0].seconds
 
 
 def test_where_messages_meet_fewer_in_flight_are_faster_than_a_bubble_needs():

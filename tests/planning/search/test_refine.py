@@ -44,6 +44,9 @@ def test_a_stage_is_cut_in_each_third_of_it():
     halves = {f"{cut}:1 9:1" for cut in (2, 5, 7)}
     beside_idle = {f"{cut}:2 9:2" for cut in (2, 5, 7)}
     assert found == halves | beside_idle | {"9:1", "9:3"}
+    filled = replace(whole, schedule="zero-bubble")  # says itself how many are in flight
+    beside_none = told(neighbours(filled, Problem(profile, Cluster.flat(5, 1e9, 0.0), 8, 5, PlanRequest())))
+    assert beside_none == halves | {"9:1", "9:3"}
 
 
 def test_the_best_is_followed_and_little_is_simulated():
