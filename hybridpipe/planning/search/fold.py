@@ -12,7 +12,7 @@ import numpy as np
 
 from hybridpipe.planning.cost.links import Floats, Ints
 
-NUM_BISECTIONS = 30
+NUM_BISECTIONS = 14  # to a thousandth of a group of sixteen
 MAX_CELLS = 2**20  # layers squared times groups; more take seconds
 
 

@@ -227,12 +227,15 @@ def _all_candidates(problems: Sequence[Problem], outlook: _Outlook) -> list[Cand
 
 
 def _tight(problem: Problem, candidates: Sequence[Candidate], outlook: _Outlook) -> Iterator[Candidate]:
-    """Yield asynchronous plans that need less memory than the best one, where memory is not limited.
+    """Yield plans that need less memory than the best one, where memory is not limited.
 
     They are the formula's best among other plans. It errs alike for those that are much alike, so of the
     runners-up without a limit many are slow where the first one is.
     """
-    if problem.is_limited or problem.size > SMALL or not problem.request.traits.is_asynchronous:
+    traits = problem.request.traits
+    if problem.is_limited or problem.size > SMALL:
+        return
+    if not traits.has_warm_up or traits.interleaves or traits.splits_backward:
         return
     best = min(candidates, key=lambda each: each.seconds)
     pipelines = (each.seconds for each in candidates if each.plan.num_stages > 1)

@@ -298,9 +298,9 @@ def test_what_is_too_large_is_refused(num_layers, cluster, told):
 
 @pytest.mark.parametrize("num_microbatches", [10**9, 4096])
 def test_a_long_minibatch_is_judged_at_once(num_microbatches):
-    begin = time.process_time()
+    begin = time.monotonic()
     assert search(FOUR, Cluster.flat(16, 1e3, 1e-3), num_microbatches)
-    assert time.process_time() - begin < 30
+    assert time.monotonic() - begin < 30
 
 
 EQUAL = model(*[layer(1e-2, 2e-2, parameters=10**7, output=10**5)] * 16)
@@ -462,16 +462,19 @@ def test_no_straight_pipeline_is_faster(cluster, schedule, count):
 FORWARD_AND_BYTES = {  # of weights, outputs and activations
     "1-2-1": [(1, 0, 200, 0), (1, 400, 20, 0), (3, 0, 100, 100), (2, 400, 100, 200)],
     "2-1-1": [(3, 0, 400, 100), (3, 0, 200, 100), (2, 400, 20, 100), (1, 400, 100, 100), (3, 40, 200, 100)],
+    "1-2": [(1, 400, 100, 0), (1, 0, 20, 100), (3, 400, 20, 0), (1, 0, 400, 200)],
 }
 
 
-@pytest.mark.parametrize("name", ["1-2-1", "2-1-1"])
-def test_the_fastest_of_all_plans_is_found_among_those_of_less_memory(name):
+@pytest.mark.parametrize(
+    "name, num_ranks, schedule", [("1-2-1", 4, "pipedream"), ("2-1-1", 4, "pipedream"), ("1-2", 3, "1f1b")]
+)
+def test_the_fastest_of_all_plans_is_found_among_those_of_less_memory(name, num_ranks, schedule):
     """The formula's best plans are alike, and slow: replicas of a later stage pause for their all-reduce."""
     profile = model(*(layer(forward, 2 * forward, *sizes) for forward, *sizes in FORWARD_AND_BYTES[name]))
-    cluster = Cluster.flat(4, 100.0, 0.0)
-    best = search(profile, cluster, 1, schedule="pipedream")[0]
-    every = every_plan(profile.num_layers, 4, "pipedream", 1)
+    cluster, count = Cluster.flat(num_ranks, 100.0, 0.0), 1 if schedule == "pipedream" else 8
+    best = search(profile, cluster, count, schedule=schedule)[0]
+    every = every_plan(profile.num_layers, num_ranks, schedule, count)
     fastest = min(with_prediction(plan, profile, cluster).predicted.minibatch_seconds for plan in every)
     assert best.plan.name == name and best.seconds == pytest.approx(fastest)
 
