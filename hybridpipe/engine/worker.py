@@ -117,9 +117,8 @@ class Worker:
         tie = replication(plan, place, stages, replicas, self.transport, rule.compression, groups)
         with failure.guard():  # the user's factory may fail on this rank alone
             why = rule.why_not_predicted(tie.parameters, plan)
-            if why is None:
-                has_all = plan.num_groups == 1
-                why = rule.why_not_apart(self.model, tie.parameters, tie.shards, has_all=has_all)
+            has_all = plan.num_groups == 1
+            why = why or rule.why_not_apart(self.model, tie.parameters, tie.shards, has_all=has_all)
         self._refuse(why)
         elsewhere = [p for p, others in groups.items() if others[0] != place.stage]
         with failure.guard():

@@ -76,9 +76,8 @@ def neighbours(plan: Plan, problem: Problem) -> Iterator[Plan]:
         tuple(tuple(sorted(stage.ranks)) for stage in plan.stages),
     )
     idle = sorted(set(ranks).difference(plan.ranks))
-    relays = [] if plan.traits.takes_lags else idle  # such a plan says itself how many are in flight
-    splits = _split(here, relays, traffic)
-    changes = _moved_cuts(here, traffic), _moved_ranks(here, idle), _merged(here), splits
+    more = [] if plan.traits.takes_lags else idle  # such a plan says itself how many are in flight
+    changes = _moved_cuts(here, traffic), _moved_ranks(here, idle), _merged(here), _split(here, more, traffic)
     for changed in changes:
         for shape in changed:
             placed = renumbered(problem.cluster, ranks, shape.groups)

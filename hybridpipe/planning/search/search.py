@@ -56,7 +56,7 @@ __all__ = [
 
 EVERY_NUMBER = 16  # of ranks, below which the plans for all smaller numbers are searched for, too
 NUM_FILLED = 12  # plans that split backwards whose numbers are chosen, for each number of ranks
-NUM_FILLED_OF_V = 2  # whose orders take longer to make
+NUM_FILLED_OF_V = 2  # whose orders take longer to make; 1 of a large problem, whose simulations take seconds
 SMALL = 1500  # layers times ranks; beyond, twice the programs take twice the time
 TIGHT, NUM_TIGHT = 0.9, 8  # part of the best plan's memory, and plans that need less
 TIE = 1e-9  # relative: times that differ by less are equal
@@ -148,8 +148,7 @@ def _filled(problem: Problem, candidates: Sequence[Candidate], outlook: "_Outloo
     The numbers change the order: of eight ranks with 1 Gbit/s some plans behind the first gain a fifth.
     """
     takes_lags = problem.request.traits.takes_lags
-    count = NUM_FILLED if takes_lags else NUM_FILLED_OF_V
-    count = 1 if problem.is_large else count  # where a simulation takes seconds
+    count = 1 if problem.is_large else NUM_FILLED if takes_lags else NUM_FILLED_OF_V
     several = (each for each in candidates if each.plan.num_stages > 1 and is_simulated(each.plan))
     for each in sorted(several, key=lambda each: each.seconds)[:count]:
         if each.seconds_without_bubble >= outlook.best:
