@@ -27,16 +27,18 @@ class Communicators(NamedTuple):
         used: the ranks that the plan uses; None on the others.
         along: by the name of an axis of `Place`, the ranks whose places differ in it only, ordered by rank,
             so that Horovod's ring visits each host once; empty on an unused rank.
+        exchange: the rank's replicas once more, for tokens of experts; None where no stage splits some.
     """
 
     control: "WatchedComm"
     peers: MPI.Comm
     used: "WatchedComm | None"
     along: Mapping[str, "WatchedComm"]
+    exchange: "WatchedComm | None" = None
 
     def free(self) -> None:
         """Free the communicators. Collective."""
-        for communicator in (self.control, self.peers, self.used, *self.along.values()):
+        for communicator in (self.control, self.peers, self.used, self.exchange, *self.along.values()):
             if communicator is not None:
                 communicator.Free()
 
@@ -89,11 +91,13 @@ def _split(world: MPI.Comm, plan: Plan) -> Communicators:
         return None if own is None else WatchedComm(made, world)
 
     along = {axis: differing_in(axis) for axis in AXES}
+    splits = any(map(plan.splits_experts, range(plan.num_stages)))
     return Communicators(
         control=WatchedComm(world.Dup(), world),
         peers=world.Dup(),
         used=differing_in(*Place._fields),
         along={axis: made for axis, made in along.items() if made is not None},
+        exchange=differing_in("replica") if splits else None,
     )
 
 

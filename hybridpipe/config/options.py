@@ -50,6 +50,8 @@ class PlanOptions(PlanRequest):
         predict: measure model and machines also for a given plan. That takes seconds at each start; without
             it a prediction is shown only if the plan's file has one, of the machines that it was made for.
         memory: the most bytes that each rank may have, such as "2GB"; None for the limits that are found.
+        expert_plan: names the modules that hold experts, for stages that split them (`StageSpec.experts`),
+            such as {"layers.*.moe.experts": "ep_dispatch_experts"}; None: as transformers' models say.
 
     Raises:
         ValueError: no plan has that source, or a value is out of range.
@@ -58,6 +60,7 @@ class PlanOptions(PlanRequest):
     source: str = AUTO
     predict: bool = False
     memory: int | str | None = None
+    expert_plan: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,6 +33,8 @@ from hybridpipe.planning.schedules.instructions import (
     BackwardWeight,
     Forward,
     Instruction,
+    JoinBackward,
+    JoinForward,
     Load,
     Products,
     ProgramPart,
@@ -398,12 +400,22 @@ class ProgramRun:
         """Run the weight half of a split backward."""
         self.executor.stages[instruction.chunk].backward_weight(instruction.microbatch)
 
+    def join_forward(self, instruction: JoinForward) -> None:
+        """Compute tokens of other replicas' microbatches, where this rank has none of its own."""
+        self.executor.stages[instruction.chunk].join_forward(instruction.microbatch)
+
+    def join_backward(self, instruction: JoinBackward) -> None:
+        """Run the backward of `join_forward`."""
+        self.executor.stages[instruction.chunk].join_backward(instruction.microbatch)
+
     def reduce(self, instruction: Reduction) -> None:
         """Compute the deferred weight gradients, then sum all gradients over replicas and other holders."""
         for stage in self.executor.stages:  # here, where no other stage waits for this rank
             if stage.has_deferred_wgrad:
                 stage.complete_gradients()
                 self.note(Products())
+            for experts in stage.experts if instruction.completes else ():
+                experts.add_missing_gradients()
         if self.executor.sync is not None:
             self.executor.sync.finish(instruction.completes)
         if self.executor.shared is not None and instruction.completes:
@@ -446,6 +458,8 @@ _HANDLERS: dict[type[Instruction], str] = {
     Backward: "backward",
     BackwardInput: "backward_input",
     BackwardWeight: "backward_weight",
+    JoinForward: "join_forward",
+    JoinBackward: "join_backward",
     SendGradient: "send_gradient",
     AllReduce: "reduce",
     ReduceScatter: "reduce",
@@ -525,3 +539,7 @@ class InferenceRun(ProgramRun):
         else:
             self.on_outputs(m, outputs, self.executor.to_device(at.minibatch.targets(at.microbatch)))
             _drop(at)
+
+    def join_forward(self, instruction: JoinForward) -> None:
+        """Compute tokens of other replicas' microbatches, where this rank has none of its own."""
+        self.executor.stages[instruction.chunk].join_inference()

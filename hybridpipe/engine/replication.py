@@ -14,6 +14,7 @@ from hybridpipe.collectives.backends import open_collectives
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.status import rank_status
+from hybridpipe.model.held_part import held_part
 from hybridpipe.optim.gradient_sync import BucketSync, GradientSync
 from hybridpipe.optim.sharded_sync import ShardedSync
 from hybridpipe.optim.shards import Shards
@@ -48,7 +49,8 @@ class Replication(NamedTuple):
         Args:
             elsewhere: parameters that another stage counts.
         """
-        whole = [] if self.is_first else [p for p, part in self.parts.items() if part is p]
+        alike = (p for p, part in self.parts.items() if part is p and held_part(p) is None)
+        whole = [] if self.is_first else list(alike)
         return [*whole, *(self.parts[p] for p in elsewhere if p in self.parts)]
 
 
@@ -78,12 +80,13 @@ def replication(
     sparse = set().union(*(sparse_parameters(stage.module) for stage in stages))
     late = [p for p, count in uses.items() if count > 1]
     zero, scatters = plan.zero_of(place.stage), plan.scatters(place.stage)
+    alike = [p for p in parameters if held_part(p) is None]
     if not zero:
-        sync = BucketSync(parameters, replicas, collectives, compression, sparse, late)
+        sync = BucketSync(alike, replicas, collectives, compression, sparse, late)
         return Replication(parameters, sync, None, is_first)
     frees = zero == 2
     shards = Shards(parameters, replicas.rank, replicas.ranks, collectives.all_gather, sparse, frees)
     sync = ShardedSync(
-        parameters, replicas, collectives, shards, scatters, frees, shared, compression, sparse, late
+        alike, replicas, collectives, shards, scatters, frees, shared, compression, sparse, late
     )
     return Replication(parameters, sync, shards, is_first)

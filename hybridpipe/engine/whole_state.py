@@ -3,7 +3,7 @@
 Knows a model and which rank holds what; no training. Invariant: tensors travel in the order of their names.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.transport import PART_BYTES
+from hybridpipe.model.held_part import HeldPart, whole_forms
 from hybridpipe.model.tensors import overwrite
 from hybridpipe.stage.state import shared_tensors
 
@@ -24,41 +25,58 @@ def broadcast(model: nn.Module, control: MPI.Comm) -> None:
         if tensor.is_meta:
             continue
         values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        for part in _parts(values):
-            control.Bcast([part, MPI.BYTE], 0)
+        for piece in _pieces(values):
+            control.Bcast([piece, MPI.BYTE], 0)
         overwrite(tensor, values)
 
 
 def gather(
-    model: nn.Module, keys: Iterable[str], ranks: Mapping[str, int], control: MPI.Comm
+    model: nn.Module, keys: Iterable[str], ranks: Mapping[str, Sequence[int]], control: MPI.Comm
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of the model's state on rank 0, on the CPU, one at a time. Collective.
 
-    Every rank goes through all of them. Rank 0's own are not copied where they are on the CPU.
+    Every rank goes through all of them. Rank 0's own are not copied where they are whole and on the CPU.
 
     Args:
         keys: of the tensors, in the same order on all ranks.
-        ranks: the rank that has each tensor of the state.
+        ranks: the rank that has each tensor of the state, or those that have a part of it each.
     """
-    state = model.state_dict()
+    forms, state = whole_forms(model), model.state_dict(keep_vars=True)
     for key in keys:
-        rank, tensor = ranks[key], state[key].detach()
-        if control.rank == rank:
-            values = tensor.cpu().contiguous()
-        elif control.rank == 0:
-            values = torch.empty(tensor.size(), dtype=tensor.dtype)
-        else:
-            continue
-        for part in _parts(values) if rank != 0 else ():
-            if control.rank == rank:
-                control.Send([part, MPI.BYTE], 0)
+        holders, own = ranks[key], state[key].detach()
+        is_whole = len(holders) == 1
+        whole = None if is_whole else torch.empty(forms[key].shape, dtype=own.dtype)
+        for i, rank in enumerate(holders):
+            part = None if is_whole else HeldPart.along_first(forms[key].shape, i, len(holders))
+            shape = forms[key].shape if part is None else part.shape
+            values = _moved(own, shape, rank, control)
+            if values is None:
+                continue
+            if part is not None and whole is not None:
+                part.put(whole, values)
             else:
-                control.Recv([part, MPI.BYTE], rank)
-        if control.rank == 0:
-            yield key, values
+                whole = values
+        if control.rank == 0 and whole is not None:
+            yield key, whole
 
 
-def _parts(tensor: Tensor) -> list[np.ndarray]:
-    """Return a contiguous CPU tensor's bytes in parts of at most PART_BYTES that share its memory."""
+def _moved(own: Tensor, shape: torch.Size, rank: int, control: MPI.Comm) -> Tensor | None:
+    """Return a rank's tensor on rank 0; None elsewhere. Collective over both."""
+    if control.rank == rank:
+        values = own.cpu().contiguous()
+    elif control.rank == 0:
+        values = torch.empty(shape, dtype=own.dtype)
+    else:
+        return None
+    for piece in _pieces(values) if rank != 0 else ():
+        if control.rank == rank:
+            control.Send([piece, MPI.BYTE], 0)
+        else:
+            control.Recv([piece, MPI.BYTE], rank)
+    return values if control.rank == 0 else None
+
+
+def _pieces(tensor: Tensor) -> list[np.ndarray]:
+    """Return a contiguous CPU tensor's bytes in pieces of at most PART_BYTES that share its memory."""
     whole = tensor.reshape(-1).view(torch.uint8).numpy()
     return [whole[start : start + PART_BYTES] for start in range(0, len(whole), PART_BYTES)]

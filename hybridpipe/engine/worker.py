@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.comm.courier import courier_of
+from hybridpipe.comm.exchange import RowExchange
 from hybridpipe.comm.cuda_aware import cuda_aware
 from hybridpipe.comm.cuda_ipc import asked_for, neighbours, readers
 from hybridpipe.comm.groups import communicators
@@ -30,10 +31,12 @@ from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.engine.pending import PendingLosses, blank, carried
 from hybridpipe.engine.rank_state import NewState, RankState
 from hybridpipe.engine.replication import replication
+from hybridpipe.engine.splitting import split_experts
 from hybridpipe.environment.allocator import returning_freed_memory
 from hybridpipe.errors import UserError
 from hybridpipe.health import failure, faults, preemption
 from hybridpipe.model.deferred_init.deferred import Numbers
+from hybridpipe.model.experts import Experts, split_by
 from hybridpipe.model.layers import Layers
 from hybridpipe.model.structure import Structure
 from hybridpipe.model.tensors import Tree
@@ -62,6 +65,7 @@ class Worker:
         seed: seed of the run's random numbers.
         progress_thread: True if the transport needs a thread that moves messages while the rank computes.
         numbers: of the tensors on the meta device, of which the rank gets those of its stages.
+        experts: the modules whose experts the plan may split.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Worker:
         seed: int,
         progress_thread: bool,
         numbers: Numbers | None = None,
+        experts: Sequence[Experts] = (),
     ) -> None:
         self.layers, self.model, self.plan, self.device = layers, layers.model, plan, device
         self.lanes = lanes_of(device)
@@ -93,6 +98,8 @@ class Worker:
         self._left = False
         self.end_requested = False  # by a callback of this rank
         whole_state.broadcast(self.model, self.control)
+        self.split = split_by(plan, experts, layers.holders(plan))  # the stage of each key in parts
+        self._split_experts(experts, numbers)
         if numbers is not None and self.place is not None:
             spans = (plan.stages[s] for s in plan.held_stages(self.place))
             with returning_freed_memory():
@@ -102,6 +109,22 @@ class Worker:
         self._modes = self._structure.settings()
         self._program = lru_cache(maxsize=8)(self._make_program)
         self._forward_program = lru_cache(maxsize=8)(self._make_forward_program)
+
+    def _split_experts(self, experts: Sequence[Experts], numbers: Numbers | None) -> None:
+        """Leave this rank's part of experts in the model. Collective."""
+        why, exchange = None, self.communicators.exchange
+        if exchange is not None and self.place is not None and exchange.size > 1:
+            mine = [each for each in experts if self.split.get(each.keys[0]) == self.place.stage]
+            rows = RowExchange(exchange, self.transport)
+            try:
+                with failure.guard():
+                    split_experts(self.model, mine, self.plan, self.place, rows, numbers)
+            except UserError as error:
+                why = str(error)
+        if self.split:
+            self._refuse(why)
+            self.layers.renew()  # what was recorded is of whole modules
+            self._settle()
 
     def _build_executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
         plan, place, replicas = self.plan, self.place, self.communicators.along.get("replica")
@@ -488,7 +511,8 @@ class Worker:
         """Yield tensors of the whole model's present state on rank 0 (`whole_state.gather`). Collective."""
         self.average_statistics()
         holders = self.layers.holders(self.plan)
-        ranks = {key: self.plan.stages[stages[0]].ranks[0] for key, stages in holders.items()}
+        ranks_of = {key: self.plan.stages[stages[0]].ranks for key, stages in holders.items()}
+        ranks = {key: each if key in self.split else each[:1] for key, each in ranks_of.items()}
         yield from whole_state.gather(self.model, keys, ranks, self.control)
 
     def close(self) -> None:

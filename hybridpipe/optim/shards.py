@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hybridpipe.collectives.all_gather import Gather
 from hybridpipe.collectives.protocol import Handle
 from hybridpipe.comm.status import rank_status
+from hybridpipe.model.held_part import held_part
 from hybridpipe.optim.gradient_sync import filled
 from hybridpipe.optim.layout import ShardLayout
 from hybridpipe.optim.named import with_parameters
@@ -71,7 +72,8 @@ class Shards:
     """A replica's share of its stage's parameters: the elements that it updates, as many as each other does.
 
     Parameters with sparse gradients stay whole, and so do those that are not contiguous, that overlap others
-    in memory, that are empty or a number without dimensions: each replica updates them.
+    in memory, that are empty or a number without dimensions: each replica updates them. Of a parameter that
+    the replicas hold in parts each updates its own.
 
     Args:
         parameters: of all stages that the rank holds.
@@ -100,7 +102,7 @@ class Shards:
         overlapping = _overlapping(given)
         for p in given:
             is_array = p.is_contiguous() and p.ndim and p.numel()
-            if is_array and p not in sparse and p not in overlapping:
+            if is_array and p not in sparse and p not in overlapping and held_part(p) is None:
                 kinds[p.dtype, p.device, p.requires_grad].append(p)
         buckets = [bucket for alike in kinds.values() for bucket in filled(alike)]
         self.buckets = [FlatBucket(bucket, replica, len(ranks)) for bucket in buckets]

@@ -59,6 +59,8 @@ class StageSpec:
             nothing, 1 the optimizer's state and its update, 2 also the gradients. Without meaning for one
             replica.
         scatter: under `zero` gradients are reduced by a reduce-scatter; False: by an all-reduce.
+        experts: each replica holds its share of the experts of every mixture in the stage, and replicas
+            exchange tokens (GShard, Lepikhin et al., ICLR 2021, section 3). Without meaning for one replica.
 
     Raises:
         ValueError: the stage is empty, `ranks` does not name `replicas` ranks, or `zero` is none of these.
@@ -71,6 +73,7 @@ class StageSpec:
     recompute: bool = False
     zero: int = 0
     scatter: bool = False
+    experts: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(map(plain, self.ranks)))
@@ -244,6 +247,7 @@ class Plan:
             object.__setattr__(self, "num_layers", self.stages[-1].stop)
         self._check_schedule()
         self._check_zero()
+        self._check_experts()
         if self.sync is not None:
             one_of("sync", self.sync, BACKENDS)
         positive_int("num_layers", self.num_layers)
@@ -362,6 +366,21 @@ class Plan:
                         f"stages[{s}].{name} must be that of stages[{group}], which the same "
                         f"ranks hold, {wanted}, got {got}"
                     )
+
+    def _check_experts(self) -> None:
+        """Raises ValueError for split experts where replicas could not run every pass together."""
+        for s in filter(self.splits_experts, range(self.num_stages)):
+            where = f"stages[{s}].experts must be false"
+            if not self.traits.takes_experts:
+                takers = (name for name, each in TRAITS.items() if each.takes_experts)
+                raise ValueError(f"{where} under {self.schedule}, got true: they go with {', '.join(takers)}")
+            if self.zero_of(s) == 2:
+                raise ValueError(f"{where} where zero is 2, got true: set zero = 1")
+            if self.max_in_flight is not None:
+                raise ValueError(
+                    f"max_in_flight must not be given where stages split experts, got {self.max_in_flight}: "
+                    "replicas wait for each other in each pass, so they must have enough in flight"
+                )
 
     def _check_split_option(self, name: str, count: int) -> None:
         """Raises ValueError unless the schedule takes the option, and the count is one."""
@@ -507,6 +526,11 @@ class Plan:
     def scatters(self, stage: int) -> bool:
         """True if a stage's gradients are reduced by a reduce-scatter."""
         return self.zero_of(stage) > 0 and self.stages[stage].scatter
+
+    def splits_experts(self, stage: int) -> bool:
+        """True if a stage's replicas hold shares of its experts, and so run every pass together."""
+        spec = self.stages[stage]
+        return spec.experts and spec.replicas > 1
 
     def defers_wgrad(self, stage: int) -> bool:
         """True if the last backward's deferred products are computed after its gradient is sent.

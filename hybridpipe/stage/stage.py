@@ -16,6 +16,7 @@ from hybridpipe.model.rng import may_draw_from_python, seed_place
 from hybridpipe.model.stage_module import Seed, StageModule
 from hybridpipe.model.tensors import TensorTree, Tree, described, map_tensors, tensors_in, tensors_of
 from hybridpipe.stage.deferred_wgrad import Deferring
+from hybridpipe.stage.experts import split_experts_in
 from hybridpipe.stage.losses import MicrobatchLoss, computed
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.split_backward import WeightHalf
@@ -48,6 +49,7 @@ class _Call(NamedTuple):
     form: int = 0
     scale: float = 1.0  # of the loss
     collects: bool = False  # the weights are the stage's own copies, whose gradients the parameters get
+    joins: bool = False  # there is no microbatch: the stage's experts compute other replicas' tokens
 
 
 _Later = WeightHalf | MicrobatchRows  # the sinks of deferred weight gradients
@@ -107,6 +109,7 @@ class Stage:
         self._wgrad = WeightGradients(nn.Sequential() if lowers else self.module)  # copies change
         self.can_batch_wgrad = not self._wgrad.is_empty  # a layer is large enough for batching to pay
         self._deferring = Deferring(self.module) if split_backward else self._wgrad.deferring
+        self.experts = split_experts_in(self.module)
         self._weights_checked, self._loss_checked = False, not check_loss
         self.renew()
 
@@ -225,6 +228,22 @@ class Stage:
         assert loss is not None
         return loss
 
+    def join_forward(self, slot: int) -> None:
+        """Run the stage's experts in the forward of other replicas, without a microbatch."""
+        self._forward(_Call(slot, slot, 0, None, None, None, joins=True))
+
+    def join_backward(self, slot: int) -> None:
+        """Run the backward of `join_forward`, both halves of it."""
+        _, later = self._backward(slot, ())
+        if later is not None:
+            later.finish()
+
+    def join_inference(self) -> None:
+        """Run the stage's experts in the inference of other replicas, without a microbatch."""
+        weights = None if self._copies is None else self._copies.current()
+        with torch.no_grad(), self._context():
+            self._substitution.run(self._join, weights)
+
     def infer(
         self, microbatch: int, received: TensorTree | None, step: int, inputs: Tree = None, form: int = 0
     ) -> Tree:
@@ -316,6 +335,8 @@ class Stage:
         call, graph, buffers = self._stash.pop(slot)
         outputs, later, _ = graph or self._graph(call, buffers)
         tensors = tensors_of(outputs)
+        if call.joins:
+            gradients = list(map(torch.zeros_like, tensors))
         behind_loss = call.share is not None
         roots = [
             (output, gradient)
@@ -363,7 +384,13 @@ class Stage:
         with self._deferring.deferring_to(later):
             return self._substitution.run(function, later.weights, buffers)
 
+    def _join(self) -> TensorTree:
+        return tuple(experts.join() for experts in self.experts)
+
     def _run(self, call: _Call) -> tuple[TensorTree, MicrobatchLoss | None]:
+        if call.joins:
+            with self._context():
+                return self._join(), None
         seed = partial(self._seed, call.step, call.microbatch)
         before = self._shared_buffers()
         entered: list[_Entered] = []

@@ -448,9 +448,18 @@ class Trainer(TrainerView):
         self.choice = planned.choice
         self.metrics.begin(planned.memory)
         self._checkpoints.limit_bytes = planned.memory.limit_bytes if self.device.type == "cpu" else None
-        plan, layers, thread, numbers = planned.plan, planned.layers, planned.progress_thread, planned.numbers
+        plan, numbers = planned.plan, planned.numbers
         worker = Worker(
-            layers, plan, self.loss, self.rule, self.world, self.device, self.seed, thread, numbers
+            planned.layers,
+            plan,
+            self.loss,
+            self.rule,
+            self.world,
+            self.device,
+            self.seed,
+            planned.progress_thread,
+            numbers,
+            planned.experts,
         )
         self._continues_plan = self._checkpoints.continues(plan)
         self._console.say_plan(plan, self.choice, self.microbatch_size, self._continues_plan)

@@ -15,6 +15,7 @@ from hybridpipe.model.recording.events import (
 )
 from hybridpipe.model.recording.forward import record
 from hybridpipe.model.recording.record import Record, RecordedLayer
+from hybridpipe.model.recording.recorder import is_recording
 from hybridpipe.model.recording.records import Records
 from hybridpipe.model.recording.slices import Lookup, ModelLookup, Slice
 
@@ -36,5 +37,6 @@ __all__ = [
     "ValueInfo",
     "Weight",
     "call_arguments",
+    "is_recording",
     "record",
 ]

@@ -26,6 +26,7 @@ from hybridpipe.planning.schedules.instructions import (
     Program,
     Step,
     add_communication,
+    add_joins,
     add_sharding,
 )
 from hybridpipe.planning.schedules.registry import TRAITS
@@ -164,14 +165,32 @@ def _let_pass(plan: Plan, wanted: Sequence[int]) -> Iterator[int]:
     With h in flight on each of r replicas, a stage forwards microbatch m before it has the gradient of
     m - (h - 1) r, and after that of m - h r. It must therefore hold no more than every stage before it lets
     pass, or nothing would advance. Where replicas reduce after each backward, a gradient counts only once its
-    round is complete, with up to r - 1 later ones.
+    round is complete, with up to r - 1 later ones. Where they split experts, so does a forward; the stages
+    before must then let a whole round pass, whatever is wanted.
     """
     room = UNLIMITED
-    for s, (count, replicas) in enumerate(zip(wanted, plan.replicas, strict=True)):
-        rounds = plan.traits.whole_minibatch or plan.zero_of(s) == 2
-        held = min(count, 1 + room // replicas)
-        room = min(room, (held - 1) * replicas if rounds else held * replicas - 1)
+    for s, (count, least, replicas) in enumerate(zip(wanted, _least(plan), plan.replicas, strict=True)):
+        together = plan.splits_experts(s)
+        held = max(least, min(count, (room + 1) // replicas if together else 1 + room // replicas))
+        room = min(room, (held - 1) * replicas if _ends_rounds(plan, s) else held * replicas - 1)
         yield held
+
+
+def _least(plan: Plan) -> Sequence[int]:
+    """Return the fewest in flight on each stage's replicas with which the stages behind can advance."""
+    counts: list[int] = []
+    room = 0  # microbatches that must pass, beside the one that a stage behind forwards
+    for s, replicas in reversed([*enumerate(plan.replicas)]):
+        rounds = _ends_rounds(plan, s)
+        counts.append(1 + ceil_div(room, replicas) if rounds else ceil_div(room + 1, replicas))
+        together = plan.splits_experts(s)
+        room = max(room, counts[-1] * replicas - 1 if together else (counts[-1] - 1) * replicas)
+    return counts[::-1]
+
+
+def _ends_rounds(plan: Plan, stage: int) -> bool:
+    """Return True if a stage's replicas complete their backwards together."""
+    return plan.traits.whole_minibatch or plan.zero_of(stage) == 2 or plan.splits_experts(stage)
 
 
 def gpipe(microbatches: Sequence[int]) -> Iterator[Instruction]:
@@ -373,8 +392,8 @@ class _GeneratorInput(NamedTuple):
 
     @property
     def microbatches(self) -> range:
-        """The microbatches that this rank computes."""
-        return self.plan.microbatches_of(self.place, self.total)
+        """The microbatches that this rank computes, and those in whose place it joins other replicas."""
+        return self.plan.microbatches_of(self.place, _with_joins(self.plan, self.place, self.total))
 
     @property
     def held(self) -> int:
@@ -422,12 +441,20 @@ GENERATORS: dict[str, Callable[[_GeneratorInput], Iterator[Instruction]]] = {
 }
 
 
+def _with_joins(plan: Plan, place: Place, count: int) -> int:
+    """Return the microbatches of as many full rounds of a stage's replicas, if they run together."""
+    replicas = plan.replicas[place.stage]
+    return ceil_div(count, replicas) * replicas if plan.splits_experts(place.stage) else count
+
+
 def _computing(plan: Plan, count: int) -> Callable[[Place], Iterator[Instruction]]:
     """Return a function from a place to the computing instructions of its rank."""
     in_flight = () if plan.traits.interleaves else until_backward(plan, count)
 
     def of_rank(place: Place) -> Iterator[Instruction]:
         computing = GENERATORS[plan.schedule](_GeneratorInput(plan, place, count, in_flight))
+        if plan.splits_experts(place.stage):
+            computing = add_joins(computing, count)
         zero, rounds = plan.zero_of(place.stage), ceil_div(count, plan.replicas[place.stage])
         return add_sharding(computing, zero, plan.scatters(place.stage), rounds) if zero else computing
 
@@ -530,9 +557,9 @@ def program(plan: Plan, place: Place, num_microbatches: int) -> Program:
 
 def forward_program(plan: Plan, place: Place, num_microbatches: int) -> Program:
     """Return the program of one rank in an evaluation: forwards only, over the same routes."""
-    mine = plan.microbatches_of(place, num_microbatches)
+    mine = plan.microbatches_of(place, _with_joins(plan, place, num_microbatches))
     turns = _turns(mine, plan.num_groups, range(plan.chunks))
-    return _communicating(plan, place, (Forward(*each) for each in turns))
+    return _communicating(plan, place, add_joins((Forward(*each) for each in turns), num_microbatches))
 
 
 def _places(plan: Plan) -> Iterator[tuple[int, Place]]:

@@ -4,6 +4,7 @@
     I3 / W3     the two halves of B3: gradients of the inputs / of the weights
     ra3 / sa3   receive / send the activations of microbatch 3
     rg3 / sg3   receive / send the gradients of microbatch 3
+    jf3 / jb3   join the forward / backward that the stage's other replicas run, without a microbatch
     F3.1        the same on the rank's second stage, where it holds several
     all-reduce, reduce-scatter
                 the mean gradient over the stage's replicas, whole or to each its share
@@ -11,8 +12,8 @@
     all-gather  the updated weights from the stage's replicas
 
 Pure data. Invariant: a schedule yields only computing instructions, AllReduce and Step. `add_communication`
-adds sends and receives, so that no schedule has to know its neighbours, and `add_sharding` what replicas
-exchange that shard the update.
+adds sends and receives, so that no schedule has to know its neighbours, `add_sharding` what replicas
+exchange that shard the update, and `add_joins` the passes of replicas that have no microbatch left.
 """
 
 import re
@@ -65,6 +66,23 @@ class BackwardWeight(_OnMicrobatch):
 
     __slots__ = ()
     symbol = "W"
+
+
+class JoinForward(_OnMicrobatch):
+    """Run the experts that this rank holds in the others' forward, without tokens of its own.
+
+    The microbatch is the one that the rank would have if the minibatch had a round more.
+    """
+
+    __slots__ = ()
+    symbol = "jf"
+
+
+class JoinBackward(_OnMicrobatch):
+    """Run the backward of a `JoinForward`."""
+
+    __slots__ = ()
+    symbol = "jb"
 
 
 class ReceiveActivation(_OnMicrobatch):
@@ -167,6 +185,8 @@ Instruction = (
     | Backward
     | BackwardInput
     | BackwardWeight
+    | JoinForward
+    | JoinBackward
     | ReceiveActivation
     | SendActivation
     | ReceiveGradient
@@ -284,6 +304,22 @@ def add_sharding(
         elif zero == 2 and isinstance(instruction, (Backward, BackwardWeight)):
             num_reduced += 1
             yield kind(num_reduced == rounds)
+
+
+def add_joins(program: Iterable[Instruction], num_microbatches: int) -> Iterator[Instruction]:
+    """Yield the program of a replica that runs every pass together with the others of its stage.
+
+    Args:
+        program: for as many microbatches as the replica with most has; the last may be none of the minibatch.
+        num_microbatches: of the minibatch.
+    """
+    for instruction in program:
+        if not isinstance(instruction, _OnMicrobatch) or instruction.microbatch < num_microbatches:
+            yield instruction
+        elif isinstance(instruction, Forward):
+            yield JoinForward(instruction.microbatch, instruction.chunk)
+        elif not isinstance(instruction, BackwardWeight):  # a join computes those in its backward
+            yield JoinBackward(instruction.microbatch, instruction.chunk)
 
 
 def add_communication(

@@ -53,6 +53,11 @@ class ScheduleTraits(NamedTuple):
         return self.splits_backward and not self.interleaves
 
     @property
+    def takes_experts(self) -> bool:
+        """True if the replicas of a stage may run every pass together, to exchange tokens of experts."""
+        return not self.is_asynchronous and not self.interleaves
+
+    @property
     def takes_pass_times(self) -> bool:
         """True if the order of passes follows their times."""
         return self.least_room is not None

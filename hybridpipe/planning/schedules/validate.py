@@ -9,6 +9,8 @@ Pure. Known here are the rules; of the generators only `in_flight_per_stage` and
 - replicas that shard the update (`StageSpec.zero`): the plan's kind of reduction, under 2 after each
   backward and equally often on all of them, and the weights gathered after the update. Under 2 a backward may
   wait for those of its round, so that few gradients are in flight
+- replicas that split experts (`StageSpec.experts`) run every pass together: all have the same passes in the
+  same order, and one that has no microbatch left joins
 - pipedream: a forward uses the newest weights (SOSP 2019, section 3.3); with vertical sync the newest that
   contain no minibatch which the input stage's do not. pipedream-2bw: those of the minibatch before, among the
   last two (ICML 2021, section 3.1)
@@ -16,8 +18,8 @@ Pure. Known here are the rules; of the generators only `in_flight_per_stage` and
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
+from itertools import pairwise, zip_longest
 from typing import NoReturn
 
 from hybridpipe.planning.plan import Place, Plan
@@ -36,6 +38,8 @@ from hybridpipe.planning.schedules.instructions import (
     BackwardWeight,
     Forward,
     Instruction,
+    JoinBackward,
+    JoinForward,
     Program,
     ReceiveActivation,
     ReceiveGradient,
@@ -58,6 +62,7 @@ OnMicrobatch = (
 )
 FROM_BEHIND = (ReceiveGradient, SendActivation)  # they need a stage behind; these one before:
 FROM_BEFORE = (ReceiveActivation, SendGradient)
+EXCHANGING = (Forward, Backward, BackwardInput, JoinForward, JoinBackward)  # passes with tokens of experts
 
 
 MOST_INSTRUCTIONS = 2**13  # of a plan's check, which takes 0.1 s
@@ -106,6 +111,7 @@ def validate(
             f"programs must be those of the ranks {sorted(plan.ranks)}, got {sorted(programs)}"
         )
     allowed = in_flight_per_stage(plan, count)
+    _check_together(plan, programs)
     for rank, program in programs.items():
         place = plan.place(rank)
         assert place is not None
@@ -113,6 +119,35 @@ def validate(
     _check_progress(
         plan, {rank: _sending_late(plan, rank, each) for rank, each in programs.items()}, synchronous_sends
     )
+
+
+def _check_together(plan: Plan, programs: Mapping[int, Program]) -> None:
+    """Raise InvalidProgram unless replicas that split experts have the same passes in the same order."""
+    for s in filter(plan.splits_experts, range(plan.num_stages)):
+        first, *others = plan.stages[s].ranks
+        for rank in others:
+            each = (_passes(programs[member], plan.replicas[s]) for member in (first, rank))
+            for one, other in zip_longest(*each):
+                if one != other:
+                    raise InvalidProgram(
+                        f"rank {rank} (stage {s}): its passes must be those of rank {first}, with which it "
+                        f"splits experts: {_words(other)} stands where {_words(one)} should"
+                    )
+
+
+_Pass = tuple[str, int]
+
+
+def _passes(program: Program, replicas: int) -> Iterator[_Pass]:
+    """Yield the passes in which experts exchange tokens, each with its round."""
+    for each in program:
+        if isinstance(each, EXCHANGING):
+            is_forward = isinstance(each, Forward | JoinForward)
+            yield "forward" if is_forward else "backward", each.microbatch // replicas
+
+
+def _words(found: _Pass | None) -> str:
+    return "nothing" if found is None else f"the {found[0]} of round {found[1]}"
 
 
 def _sending_late(plan: Plan, rank: int, program: Program) -> Program:
@@ -159,6 +194,8 @@ class _RankCheck:
                     self.step()
                 case AllGather():
                     self.gather()
+                case JoinForward() | JoinBackward():
+                    self.join(instruction)
                 case _:
                     self.on_microbatch(instruction)
         self.at = "end of the program"
@@ -213,6 +250,15 @@ class _RankCheck:
             self.fail(f"{due} backwards belong to update {self.updates}, got {self.returned} before it")
 
     # Microbatches
+
+    def join(self, instruction: JoinForward | JoinBackward) -> None:
+        if not self.plan.splits_experts(self.place.stage):
+            self.fail("the stage's replicas do not run together")
+        if instruction.microbatch < self.count:
+            self.fail("the microbatch has a pass of its own")
+        if isinstance(instruction, JoinBackward):
+            self.check_seen(JoinForward(instruction.microbatch, instruction.chunk))
+        self.seen.add(instruction)
 
     def on_microbatch(self, instruction: OnMicrobatch) -> None:
         m, chunk = instruction.microbatch, instruction.chunk
@@ -338,6 +384,7 @@ def _check_progress(plan: Plan, programs: Mapping[int, Program], synchronous: bo
     waiting: defaultdict[_Happening, list[int]] = defaultdict(list)
     ready = deque(programs)
     stages = {rank: plan.held_stages(Place(s, 0)) for s, rank in _first_stages(plan)}
+    together = {rank for rank in programs if plan.splits_experts(stages[rank][0])}
 
     def happen(what: _Happening) -> None:
         happened.add(what)
@@ -345,8 +392,9 @@ def _check_progress(plan: Plan, programs: Mapping[int, Program], synchronous: bo
 
     def arrive(rank: int, instruction: Instruction) -> _Happening | None:
         """Note what the instruction makes happen; return the happening that the rank waits for."""
+        exchanges = rank in together and isinstance(instruction, EXCHANGING)
         match instruction:
-            case AllReduce() | ReduceScatter() | AllGather():
+            case _ if exchanges or isinstance(instruction, AllReduce | ReduceScatter | AllGather):
                 group, number = stages[rank][0], num_joined[rank]
                 num_joined[rank] += 1
                 entered[group, number] += 1

@@ -5,7 +5,7 @@ searches. A given plan is checked at once, and measured only for a prediction.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from hybridpipe.health import failure, out_of_memory
 from hybridpipe.measure.layers import Rehearsal
 from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.model.deferred_init.deferred import Numbers
+from hybridpipe.model.experts import Experts, experts_of, split_by
 from hybridpipe.model.layers import Layers, known_layers, layers_of
 from hybridpipe.notices import notices
 from hybridpipe.optim.update import UpdateRule
@@ -75,6 +76,7 @@ class Planned:
         memory: of this rank.
         numbers: of tensors on the meta device.
         progress_thread: True if the transport has one.
+        experts: the modules whose experts the plan may split.
     """
 
     plan: Plan
@@ -83,6 +85,7 @@ class Planned:
     memory: RankMemory
     numbers: Numbers | None
     progress_thread: bool
+    experts: Sequence[Experts] = ()
 
 
 class Planner:
@@ -282,7 +285,16 @@ class Planner:
             memory=memory,
             numbers=self.numbers,
             progress_thread=self.progress_thread,
+            experts=self._experts_of(plan),
         )
+
+    def _experts_of(self, plan: Plan) -> Sequence[Experts]:
+        """Return the modules whose experts a plan splits, if it does; ValueError if it cannot."""
+        if not any(map(plan.splits_experts, range(plan.num_stages))):
+            return ()
+        experts = experts_of(self._model, self._request.expert_plan)
+        split_by(plan, experts, self.known_layers.holders(plan))
+        return experts
 
     def _made(self, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
         layers = self._layers_of(minibatch)

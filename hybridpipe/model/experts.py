@@ -1,0 +1,171 @@
+"""Experts: the modules of a model whose experts the replicas of a stage may share, and a rank's part of them.
+
+Knows modules, their plans and the plan of stages; no messages. The vocabulary of plans is transformers'.
+Invariant: a plan is taken whole or refused in one line; a part of a plan would train something else.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from hybridpipe.model.deferred_init.deferred import Numbers
+from hybridpipe.model.held_part import HeldPart, part_of
+from hybridpipe.model.plan_fit import uses_of
+from hybridpipe.model.stage_module import joined
+from hybridpipe.planning.plan import Plan
+
+MODULE, PARAMETER = "ep_dispatch_experts", "grouped_gemm"  # the styles of a plan
+ExpertPlan = Mapping[str, str]
+
+
+class Experts(NamedTuple):
+    """A module that holds experts: all its parameters have one part an expert, along the first dimension.
+
+    It is called with the tokens, the indices of their experts and the weights of these, shapes
+    (tokens, width), (tokens, k) and (tokens, k), and returns the weighted sums of what the experts make of
+    the tokens, shape (tokens, width).
+
+    Args:
+        path: its place in the model.
+        parameters: names of its parameters, within it.
+        count: number of its experts.
+    """
+
+    path: str
+    parameters: tuple[str, ...]
+    count: int
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of its parameters in the model."""
+        return tuple(joined(self.path, name) for name in self.parameters)
+
+
+def experts_of(model: nn.Module, given: ExpertPlan | None = None) -> list[Experts]:
+    """Return the modules of a model that hold experts, in the order of its modules.
+
+    Args:
+        given: style by pattern of modules, where `*` stands for a number or a name, such as
+            {"layers.*.moe.experts": "ep_dispatch_experts"}. None: what models of transformers say
+            themselves (`ep_plan`).
+
+    Raises:
+        ValueError: a pattern names no module, or a style that is none of these.
+    """
+    found = [_experts_at(model, path) for path in _paths(model, given)]
+    shared = {key for uses in uses_of(model).values() if len(uses) > 1 for key, _ in uses}
+    for each in found:
+        if tied := sorted(shared.intersection(each.keys)):
+            raise ValueError(f"expert plan: {tied[0]} must be in one place of the model, got several")
+    return found
+
+
+def _paths(model: nn.Module, given: ExpertPlan | None) -> list[str]:
+    """Return the paths of the modules that plans call `ep_dispatch_experts`."""
+    plans = {"": given} if given is not None else _own_plans(model)
+    names = [path for path, _ in model.named_modules()]
+    wanted: set[str] = set()
+    parameters: dict[str, str] = {}
+    for above, plan in plans.items():
+        for pattern, style in plan.items():
+            where = f"expert plan: {joined(above, pattern)!r}"
+            if style not in (MODULE, PARAMETER):
+                raise ValueError(f"{where}: style must be {MODULE} or {PARAMETER}, got {style!r}")
+            owner = pattern if style == MODULE else pattern.rpartition(".")[0]
+            matched = [path for path in names if _matches(joined(above, owner), path)]
+            if not matched and given is not None:
+                raise ValueError(f"{where} must name a module of the model, got none")
+            if style == MODULE:
+                wanted.update(matched)
+            else:
+                parameters |= dict.fromkeys(matched, where)
+    for path, where in parameters.items():
+        if path not in wanted:
+            raise ValueError(f"{where}: its module must be in the plan as {MODULE}, and is not")
+    return [path for path in names if path in wanted]
+
+
+def _own_plans(model: nn.Module) -> dict[str, ExpertPlan]:
+    """Return the plans of the topmost modules that have one, by their paths."""
+    found: dict[str, ExpertPlan] = {}
+    for path, module in model.named_modules():
+        plan = getattr(module, "ep_plan", None)
+        inside = any(not above or f"{path}.".startswith(f"{above}.") for above in found)
+        if isinstance(plan, Mapping) and plan and not inside:
+            found[path] = plan
+    return found
+
+
+def _matches(pattern: str, path: str) -> bool:
+    parts = (re.escape(each).replace(r"\*", "[^.]+") for each in pattern.split("."))
+    return re.fullmatch(r"\.".join(parts), path) is not None
+
+
+def _experts_at(model: nn.Module, path: str) -> Experts:
+    module = model.get_submodule(path)
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    counts = {shape[0] if shape else 0 for shape in shapes.values()}
+    if len(counts) != 1 or counts == {0}:
+        what = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "none"
+        raise ValueError(
+            f"expert plan: {path} must hold parameters with one part an expert, along the first dimension, "
+            f"got {what}"
+        )
+    return Experts(path, tuple(shapes), counts.pop())
+
+
+def split_by(plan: Plan, experts: list[Experts], holders: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return the stage that splits each of these experts' parameters, by its key; others are whole.
+
+    Args:
+        holders: the stages that hold each tensor, by its key.
+
+    Raises:
+        ValueError: a stage has no experts to split, or replicas that do not divide their number.
+    """
+    found = {key: holders[key][0] for each in experts for key in each.keys}
+    for s in filter(plan.splits_experts, range(plan.num_stages)):
+        replicas = plan.replicas[s]
+        mine = [each for each in experts if found[each.keys[0]] == s]
+        if not mine:
+            named = f"the model's are in {experts[0].path} and so on" if experts else "the model names none"
+            raise ValueError(
+                f"stages[{s}].experts must be false, as the stage holds no experts, got true: {named} "
+                "(expert_plan names modules of your own)"
+            )
+        for each in mine:
+            if each.count % replicas:
+                raise ValueError(
+                    f"stages[{s}].replicas must divide the {each.count} experts of {each.path}, got {replicas}"
+                )
+    return {key: s for key, s in found.items() if plan.splits_experts(s)}
+
+
+def hold_part(model: nn.Module, experts: Experts, index: int, count: int, numbers: Numbers | None) -> None:
+    """Let a module of the model hold part `index` of `count` of its experts.
+
+    Args:
+        numbers: of parameters on the meta device, of which one at a time is made whole.
+    """
+    module = model.get_submodule(experts.path)
+    for name in experts.parameters:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        last = name.rpartition(".")[2]
+        parameter: Tensor = owner._parameters[last]  # type: ignore[assignment]  # none is None
+        part = HeldPart.along_first(parameter.shape, index, count)
+        whole = parameter.detach()
+        if whole.is_meta:
+            assert numbers is not None
+            key = joined(experts.path, name)
+            whole = numbers.of([key])[key]
+        owner._parameters[last] = part_of(parameter, whole, part)
+    for name, value in vars(module).items():
+        if type(value) is int and value == experts.count and _counts_experts(name):
+            setattr(module, name, experts.count // count)
+
+
+def _counts_experts(name: str) -> bool:
+    """Return True if an attribute of this name is a number of experts, not of those that a token has."""
+    return "expert" in name and "per" not in name.split("_")

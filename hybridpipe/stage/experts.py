@@ -1,0 +1,228 @@
+"""Experts: a module whose experts the replicas of a stage share, each of which computes the tokens of its own.
+
+Knows one module and an exchange of rows; no ranks and no plan. Source: GShard (Lepikhin et al., ICLR 2021,
+section 3.1), without its capacities: no token is dropped.
+Invariant: all replicas exchange at the same places, in the backward as well, whoever has tokens or gradients.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybridpipe.errors import UserError
+from hybridpipe.model.recording import is_recording
+from hybridpipe.report.words import counted
+
+KINDS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of hidden states and of weights
+_UNKNOWN = -1
+_NUM_FACTS = 4  # of a replica's tokens, which lead the counts: module, kind and width, kind of the weights
+TRIED_TOKENS = 8
+
+
+class Exchange(Protocol):
+    """Exchanges numbers and rows among the replicas of a stage (`comm.exchange`)."""
+
+    rank: int
+    size: int
+
+    def numbers(self, sent: Tensor) -> Tensor:
+        """Return the numbers that each replica has for this one."""
+
+    def rows(self, sent: Tensor, sent_counts: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Return the rows that each replica has for this one."""
+
+
+class _Route(NamedTuple):
+    """The rows to and from each replica."""
+
+    exchange: Exchange
+    sent: list[int]
+    received: list[int]
+
+    def move(self, rows: Tensor) -> Tensor:
+        return self.exchange.rows(rows, self.sent, self.received)
+
+    @property
+    def back(self) -> "_Route":
+        return _Route(self.exchange, self.received, self.sent)
+
+
+class _Move(torch.autograd.Function):
+    """Rows along a route; their gradients come back.
+
+    The tensors behind the first `count` are not moved. They tie the graph together: a replica without tokens
+    runs the backward of an exchange only if a path leads there from what it returns.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, route: _Route, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.route, ctx.num_ties = route, len(tensors) - count
+        return tuple(map(route.move, tensors[:count]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        moved = [ctx.route.back.move(gradient) for gradient in gradients]
+        return None, None, *moved, *[None] * ctx.num_ties
+
+
+class SplitExperts:
+    """Takes the place of a module's `forward` on a replica that holds some of its experts.
+
+    Args:
+        path: of the module, for messages.
+        module: it holds this replica's experts only.
+        count: of all experts.
+
+    Attributes:
+        number: of the module among those of its stage, in the order in which a forward calls them.
+    """
+
+    number = 0
+
+    def __init__(self, path: str, module: nn.Module, count: int, exchange: Exchange) -> None:
+        self.path, self._module, self._count, self._exchange = path, module, count, exchange
+        self._forward: Callable[..., Tensor] = module.forward
+        names = list(inspect.signature(module.forward).parameters)
+        if len(names) < 3:
+            raise UserError(
+                f"the experts {path}: forward must take tokens, indices of experts and weights, got {names}"
+            )
+        self._signature = inspect.signature(module.forward)
+        self._try_out()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the weighted sums over the tokens' experts, wherever these are."""
+        hidden, index, weights = self._arguments(args, kwargs)
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        if index.shape != weights.shape or index.shape[:1] != tokens.shape[:1] or index.dim() != 2:
+            raise UserError(
+                f"the experts {self.path}: indices and weights must have shape ({len(tokens)}, k), for "
+                f"{counted(len(tokens), 'token')}, got {list(index.shape)} and {list(weights.shape)}"
+            )
+        if is_recording():  # no other rank is here
+            return (tokens * weights.sum(1, keepdim=True).to(tokens.dtype)).reshape(hidden.shape)
+        by_expert = index.reshape(-1).argsort(stable=True)
+        token = by_expert // index.shape[1]
+        counts = torch.bincount(index.reshape(-1), minlength=self._count).cpu()
+        if len(counts) > self._count:
+            raise UserError(
+                f"the experts {self.path}: indices must be below {self._count}, got {len(counts) - 1}"
+            )
+        made = self._by_all(tokens[token], weights.reshape(-1)[by_expert], counts)
+        return torch.zeros_like(tokens).index_add(0, token, made.to(tokens.dtype)).reshape(hidden.shape)
+
+    def join(self) -> Tensor:
+        """Compute other replicas' tokens without any of its own; return the graph, a tensor without rows."""
+        return self._by_all(None, None, torch.zeros(self._count, dtype=torch.int64))
+
+    def add_missing_gradients(self) -> None:
+        """Give parameters a gradient of zeros where no token has come in an update.
+
+        In one process other experts' tokens give them one, so that an optimizer does not skip them.
+        """
+        for parameter in self._module.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _by_all(self, rows: Tensor | None, weights: Tensor | None, counts: Tensor) -> Tensor:
+        """Return what each row's expert makes of it, times the row's weight.
+
+        Args:
+            rows, weights: one for each token and expert, by expert; None: there are none.
+            counts: rows of each expert.
+        """
+        size = self._exchange.size
+        facts = self._facts(rows, weights)
+        sent = torch.cat([facts.expand(size, -1), counts.view(size, -1)], 1).contiguous()
+        theirs = self._exchange.numbers(sent)
+        known = self._agreed(theirs[:, :_NUM_FACTS])
+        mine = theirs[:, _NUM_FACTS:]
+        if rows is None or weights is None:
+            _, kind, width, kind_of_weights = known.tolist()
+            rows = torch.empty(0, width, dtype=KINDS[kind])
+            weights = torch.empty(0, dtype=KINDS[kind_of_weights])
+        tie = torch.empty(0, requires_grad=torch.is_grad_enabled())
+        route = _Route(self._exchange, counts.view(size, -1).sum(1).tolist(), mine.sum(1).tolist())
+        rows, weights = _Move.apply(route, 2, rows, weights, tie)  # type: ignore[no-untyped-call]
+        experts = torch.arange(mine.shape[1]).repeat(size).repeat_interleave(mine.reshape(-1))
+        made = self._forward(rows, experts.to(rows.device)[:, None], weights[:, None])
+        (returned,) = _Move.apply(route.back, 1, made, rows, weights, tie)  # type: ignore[no-untyped-call]
+        found: Tensor = returned
+        return found
+
+    def _facts(self, rows: Tensor | None, weights: Tensor | None) -> Tensor:
+        if rows is None or weights is None:
+            return torch.tensor([self.number, _UNKNOWN, _UNKNOWN, _UNKNOWN])
+        return torch.tensor(
+            [self.number, KINDS.index(rows.dtype), rows.shape[1], KINDS.index(weights.dtype)]
+        )
+
+    def _agreed(self, facts: Tensor) -> Tensor:
+        """Return the facts about the tokens, which all replicas that have some must say alike."""
+        known = facts.max(0).values
+        if not ((facts == known) | (facts == _UNKNOWN)).all():
+            raise UserError(
+                f"the experts {self.path}: replicas are in another module's exchange, or have tokens of other "
+                f"kinds: {facts.tolist()}; each module must be called once a forward, in the order in which "
+                "the model has them, and not inside an activation checkpoint (a stage's recompute does that)"
+            )
+        return known
+
+    def _arguments(self, args: Any, kwargs: Any) -> Sequence[Tensor]:
+        given = list(self._signature.bind(*args, **kwargs).arguments.values())
+        if len(given) != 3 or not all(isinstance(each, Tensor) for each in given):
+            raise UserError(
+                f"the experts {self.path}: must be called with tokens, indices of experts and weights, got "
+                f"{counted(len(given), 'argument')}"
+            )
+        return given
+
+    @torch.no_grad()
+    def _try_out(self) -> None:
+        """Check on a few tokens that the experts of a token are computed one by one, without random numbers.
+
+        Raises:
+            UserError: a token's experts depend on each other, or the module draws random numbers.
+        """
+        module, parameter = self._module, next(self._module.parameters())
+        like = {"device": parameter.device, "dtype": parameter.dtype}
+        numbers = torch.Generator().manual_seed(1)
+        weights = torch.rand(TRIED_TOKENS, 2, generator=numbers).to(**like)
+        index = torch.arange(2 * TRIED_TOKENS, device=parameter.device).view(-1, 2) % len(parameter)
+        before = torch.get_rng_state()
+        error: Exception | None = None
+        for width in dict.fromkeys(size for each in module.parameters() for size in each.shape[:0:-1]):
+            tokens = torch.randn(TRIED_TOKENS, width, generator=numbers).to(**like)
+            try:
+                together = self._forward(tokens, index, weights)
+                each = (self._forward(tokens, index[:, i : i + 1], weights[:, i : i + 1]) for i in (0, 1))
+                one_by_one = sum(each)
+                break
+            except (RuntimeError, ValueError, TypeError, IndexError) as other:  # of another width
+                error = other
+        else:
+            raise UserError(f"the experts {self.path} fail on a few tokens: {error}")
+        drew = not torch.equal(torch.get_rng_state(), before)
+        torch.set_rng_state(before)
+        if drew:
+            raise UserError(
+                f"the experts {self.path} draw random numbers, which would depend on the plan: move the "
+                "dropout behind them"
+            )
+        if not torch.allclose(together, one_by_one, rtol=0.05, atol=0.05 * float(together.abs().max())):
+            raise UserError(
+                f"the experts {self.path} compute a token's experts together, so they cannot be split: "
+                "normalise the weights before they are called"
+            )
+
+
+def split_experts_in(module: nn.Module) -> list[SplitExperts]:
+    """Return what stands for the experts of a stage's modules, numbered in their order."""
+    found = [vars(each).get("forward") for each in module.modules()]
+    split = [each for each in found if isinstance(each, SplitExperts)]
+    for number, each in enumerate(split):
+        each.number = number
+    return split
