@@ -5,6 +5,7 @@ over replicas) and optimizer state go to their new ranks by name, and an asynchr
 the newest weights. Invariant: all ranks change their state, or none does.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -34,10 +35,12 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
 from hybridpipe.model.deferred_init.deferred import Numbers
+from hybridpipe.model.held_part import HeldPart, held_part, whole_forms
 from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.loss_scale import LossScale
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Plan
+from hybridpipe.stage.parts import Piece, common, join
 from hybridpipe.stage.state import (
     SAMPLES_SEEN,
     Generators,
@@ -49,6 +52,7 @@ from hybridpipe.stage.state import (
     differences,
     name_of,
     read_optimizer,
+    read_parts,
     samples_seen,
     under,
     unpack,
@@ -115,13 +119,16 @@ def load_plain(world: MPI.Comm, model: nn.Module, source: Path, numbers: Numbers
         UserError: the source does not fit the model, which stays unchanged (`Weights`); or a file is damaged
             or changes meanwhile, and a part of the model has its weights.
     """
-    state = model.state_dict()
-    weights = _agreed(world, lambda: Weights(source, state))
+    state, forms = model.state_dict(keep_vars=True), whole_forms(model)
+    weights = _agreed(world, lambda: Weights(source, forms))
 
     def read() -> None:
         for key, tensor in state.items():
-            if not tensor.is_meta:
-                weights.overwrite(tensor, key)
+            part = held_part(tensor)
+            if part is not None:
+                overwrite(tensor.detach(), part.of(weights.read(key)))
+            elif not tensor.is_meta:
+                weights.overwrite(tensor.detach(), key)
 
     _agreed(world, read)
     if numbers is not None:
@@ -145,7 +152,8 @@ def load_validated(worker: Worker, folder: Path) -> None:
 
     def read() -> list[tuple[Tensor, Tensor]]:
         saved = SavedModel(found.path, keeps_averages(found.manifest))
-        return [(tensor, saved.read(key)) for held in layers for key, tensor in held.tensors().items()]
+        tensors = (each for held in layers for each in held.tensors().items())
+        return [(tensor, _of_rank(saved.read(key), tensor)) for key, tensor in tensors]
 
     for tensor, values in _agreed(worker.control, read):
         overwrite(tensor, values)
@@ -154,7 +162,7 @@ def load_validated(worker: Worker, folder: Path) -> None:
 
 def check_model(found: Found, model: nn.Module) -> None:
     """Raise UserError unless the checkpoint's model has the same names, shapes and types."""
-    check_fits(found.run.get("model", {}), model.state_dict(), str(found.path))
+    check_fits(found.run.get("model", {}), whole_forms(model), str(found.path))
 
 
 def is_exact(found: Found, plan: Plan) -> bool:
@@ -213,15 +221,18 @@ class _Reading:
         self.keys = set(parameters(worker.executor).values())
         self.result, self.changed, self.optimizers = NewState(), list[str](), set[str]()
         mine = set(updated(worker.executor).values())
-        shapes = {key: p.shape for p, key in parameters(worker.executor).items() if key in mine}
+        held = {key: (p, held_part(p)) for p, key in parameters(worker.executor).items() if key in mine}
+        shapes = {key: p.shape if part is None else part.whole for key, (p, part) in held.items()}
         self.joined = JoinedState(shapes, ranges(worker.executor))
+        self.parts = defaultdict[str, list[tuple[HeldPart, Tensor]]](list)
         self.batches: dict[str, int] = {}
 
     def all(self) -> NewState:
         """Read everything this rank needs; UserError if it does not fit."""
         for s in sorted({*self.stages(), *self.owners()}):
             self.of_stage(s)
-        self.of_optimizer()
+        self.of_replicas()
+        self.of_parts()
         if self.exact:
             self.of_rank()
         else:
@@ -261,7 +272,9 @@ class _Reading:
         where, state = str(self.found.path / stage_file(s)), self.read(stage_file(s))
         result = self.result
         self.batches |= batches_agreed(state.meta, where)
-        result.model |= {k: t for k, t in under("model", state.tensors).items() if k in self.wanted}
+        model = {k: t for k, t in under("model", state.tensors).items() if k in self.wanted}
+        result.model |= {key: _of_rank(tensor, self.wanted[key]) for key, tensor in model.items()}
+        self.add_parts(state, where)
         mine = self.joined.add(read_optimizer(state, where))
         result.num_minibatches = int(state.meta.get("num_minibatches", 0))
         result.num_skipped = max(result.num_skipped, int(state.meta.get("num_skipped", 0)))
@@ -278,16 +291,45 @@ class _Reading:
             result.newest = int(state.meta.get("newest", 0))
             self.versions(state)
 
-    def of_optimizer(self) -> None:
-        """Read what further replicas of the checkpoint's stages have updated, and join it all."""
+    def of_replicas(self) -> None:
+        """Read what further replicas of the checkpoint's stages have in parts, and join it all."""
         plan, own = self.found.plan, self.worker.control.rank
-        stages = (plan.stages[s] for s in {*self.stages(), *self.owners()} if plan.zero_of(s))
-        ranks = {rank for stage in stages for rank in stage.ranks[1:]}
+        stages = {*self.stages(), *self.owners()}
+        divided = (plan.stages[s] for s in stages if plan.zero_of(s) or plan.splits_experts(s))
+        ranks = {rank for stage in divided for rank in stage.ranks[1:]}
         for rank in sorted(ranks, key=lambda rank: (rank != own, rank)):  # its own is enough under one plan
-            if self.joined.is_complete:
+            if self.joined.is_complete and self.lacks_no_part():
                 break
-            self.joined.add(read_optimizer(self.read(rank_file(rank)), rank_file(rank)))
+            state = self.read(rank_file(rank))
+            self.joined.add(read_optimizer(state, rank_file(rank)))
+            self.add_parts(state, rank_file(rank))
         self.result.parameters = self.joined.joined(str(self.found.path))
+
+    def add_parts(self, state: StageState, where: str) -> None:
+        """Note what a file has of parameters that this rank wants."""
+        for key, part in read_parts(state.meta, where).items():
+            name = f"part.{key}"
+            if key in self.wanted and name in state.tensors:
+                self.parts[key].append((part, state.tensors[name]))
+
+    def lacks_no_part(self) -> bool:
+        """Return True if what is known of each parameter has all that is wanted of it."""
+        return all(
+            sum(len(common(part.elements, _elements(self.wanted[key]))) for part, _ in parts)
+            == len(_elements(self.wanted[key]))
+            for key, parts in self.parts.items()
+        )
+
+    def of_parts(self) -> None:
+        """Join the parts of parameters."""
+        for key, parts in self.parts.items():
+            pieces = [Piece(tensor, part.elements) for part, tensor in parts]
+            wanted = self.wanted[key]
+            try:
+                values: Tensor = join(pieces, parts[0][0].whole, _elements(wanted))
+            except (LookupError, RuntimeError) as error:
+                raise UserError(f"{self.found.path}: {key} cannot be joined: {error}") from None
+            self.result.model[key] = values.view(wanted.shape)
 
     def versions(self, state: StageState) -> None:
         for number in state.meta.get("versions", []):
@@ -371,6 +413,18 @@ class _Reading:
             for name, *values in differences(update.given.scheduler or {}, before.given):
                 if name not in OF_RATES:  # these follow from the optimizer's options
                     yield changed_line(f"lr_scheduler: {name}", *values)
+
+
+def _of_rank(whole: Tensor, tensor: Tensor) -> Tensor:
+    """Return what a rank has of a whole tensor in the place of `tensor`."""
+    part = held_part(tensor)
+    return whole if part is None else part.of(whole)
+
+
+def _elements(tensor: Tensor) -> range:
+    """Return the elements that a rank has of a tensor."""
+    part = held_part(tensor)
+    return range(tensor.numel()) if part is None else part.elements
 
 
 def _loss_scales(found: Any, where: str) -> tuple[LossScale, ...]:

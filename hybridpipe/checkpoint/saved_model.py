@@ -7,7 +7,7 @@ Only the names of a checkpoint's tensors are known here: no model is built. Inva
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,14 @@ from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
 from hybridpipe.planning.plan import Plan
 from hybridpipe.stage.parts import Piece, join
-from hybridpipe.stage.state import AVERAGE, StageState, batches_agreed, read_optimizer, samples_seen
+from hybridpipe.stage.state import (
+    AVERAGE,
+    StageState,
+    batches_agreed,
+    read_optimizer,
+    read_parts,
+    samples_seen,
+)
 from hybridpipe.stage.statistics import Replica, agreed
 
 _MODEL = "model."  # before the keys of the model's tensors
@@ -46,6 +53,14 @@ def find_checkpoint(source: Path) -> tuple[Path, list[str]]:
     return checkpoint, lines
 
 
+class _Part(NamedTuple):
+    """A part of a tensor in a file, under a name there; None for all elements."""
+
+    file: PlainFile
+    name: str
+    elements: range | None
+
+
 class SavedModel:
     """Weights and buffers of a checkpoint, by their keys in `model.state_dict()`.
 
@@ -66,13 +81,14 @@ class SavedModel:
         for name, file in self._files.items():
             if _rank_of(name) is None:
                 self._add(name, file)
-        if not self._found:
+        self._parts = self._parts_by_key()
+        if not self._found and not self._parts:
             raise UserError(f"{path}: must hold the tensors of a model, got none named model.…")
         ordered = [
-            key for key in self._manifest.run.get("model") or () if key in self._found
+            key for key in self._manifest.run.get("model") or () if key in self._found or key in self._parts
         ]  # the model's order
-        keys = dict.fromkeys([*ordered, *self._found])
-        self.forms = {key: self._found[key].forms[_MODEL + key] for key in keys}
+        keys = dict.fromkeys([*ordered, *self._found, *self._parts])
+        self.forms = {key: self._form(key) for key in keys}
         self._statistics = self._agreed_statistics()
         self._averages = self._averages_by_key() if averages else {}
 
@@ -97,7 +113,9 @@ class SavedModel:
     def read(self, key: str) -> Tensor:
         """Return a tensor, on the CPU."""
         if key in self._averages:
-            return self._joined(key)
+            return self._joined(key, self._averages[key], f"average of {key}")
+        if key in self._parts:
+            return self._joined(key, self._parts[key], key)
         if key in self._statistics:
             return self._statistics[key]
         return self._found[key].read(_MODEL + key)
@@ -138,16 +156,32 @@ class SavedModel:
         tensors = {key: file.read(_MODEL + key) for key in _keys(file)}
         return Replica(tensors, samples_seen(file.value, str(self.path / name)))
 
-    def _averages_by_key(self) -> dict[str, list[tuple[PlainFile, str, range | None]]]:
-        """Return the parts of each average: file, name there, and elements."""
-        found = defaultdict[str, list[tuple[PlainFile, str, range | None]]](list)
+    def _form(self, key: str) -> Tensor:
+        if key in self._found:
+            return self._found[key].forms[_MODEL + key]
+        file, name, _ = self._parts[key][0]
+        shape = read_parts(file.value, str(self.path))[key].whole
+        return torch.empty(shape, dtype=file.forms[name].dtype, device="meta")
+
+    def _parts_by_key(self) -> "dict[str, list[_Part]]":
+        """Return the parts of each tensor that no file has whole."""
+        found = defaultdict[str, list[_Part]](list)
+        for name, file in self._files.items():
+            for key, part in read_parts(file.value, str(self.path / name)).items():
+                if f"part.{key}" in file.forms:
+                    found[key].append(_Part(file, f"part.{key}", part.elements))
+        return dict(found)
+
+    def _averages_by_key(self) -> "dict[str, list[_Part]]":
+        """Return the parts of each average."""
+        found = defaultdict[str, list[_Part]](list)
         for name, file in self._files.items() if keeps_averages(self._manifest) else ():
             value = file.value
             if not isinstance(value, dict):
                 continue
             for key, own in read_optimizer(StageState(file.forms, value), str(self.path / name)).items():
                 if AVERAGE in own.state:
-                    found[key].append((file, f"optimizer.{key}.{AVERAGE}", own.part))
+                    found[key].append(_Part(file, f"optimizer.{key}.{AVERAGE}", own.part))
         if not found:
             what = "has no averages of weights: hybridpipe.callbacks.EMA keeps them from the first update on"
             raise UserError(f"{self.path}: {what}")
@@ -157,14 +191,14 @@ class SavedModel:
                     found[other] = found[one]
         return dict(found)
 
-    def _joined(self, key: str) -> Tensor:
+    def _joined(self, key: str, parts: "list[_Part]", what: str) -> Tensor:
         form = self.forms[key]
         try:
-            pieces = [Piece(file.read(name), part) for file, name, part in self._averages[key]]
-            average: Tensor = join(pieces, form.shape)
+            pieces = [Piece(part.file.read(part.name), part.elements) for part in parts]
+            whole: Tensor = join(pieces, form.shape)
         except (LookupError, RuntimeError) as error:
-            raise UserError(f"{self.path}: average of {key}: cannot be joined: {error}") from None
-        return average.to(form.dtype)
+            raise UserError(f"{self.path}: {what}: cannot be joined: {error}") from None
+        return whole.to(form.dtype)
 
 
 def _keys(file: PlainFile) -> Iterator[str]:

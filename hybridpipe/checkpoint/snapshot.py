@@ -23,6 +23,7 @@ from hybridpipe.comm.status import CHECKPOINT, rank_status
 from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import NotSaved, UserError
 from hybridpipe.health import failure, faults
+from hybridpipe.model.held_part import whole_forms
 from hybridpipe.model.tensors import not_finite
 from hybridpipe.notices import notices
 from hybridpipe.planning.plan import Plan
@@ -68,7 +69,7 @@ class Snapshot(NamedTuple):
         for file in self.files.values():
             for name, tensor in file.tensors.items():
                 kind, _, key = name.partition(".")
-                wanted = kind in ("optimizer", "version") or (kind == "model" and key in self.learnt)
+                wanted = kind in ("optimizer", "part", "version") or (kind == "model" and key in self.learnt)
                 found = not_finite(tensor) if wanted else None
                 if found is not None:
                     return f"after step {self.step} {name.removeprefix('model.')} is not finite: {found}"
@@ -150,7 +151,7 @@ def software() -> dict[str, str]:
 
 def described_model(worker: Worker) -> dict[str, JSON]:
     """Types and shapes of the whole model's tensors."""
-    return described(worker.model.state_dict())
+    return described(whole_forms(worker.model))
 
 
 class Saver:

@@ -9,6 +9,7 @@ from pathlib import Path
 from hybridpipe.checkpoint.disk import replacing
 from hybridpipe.checkpoint.shard import plain_order, write_plain
 from hybridpipe.engine.worker import Worker
+from hybridpipe.model.held_part import whole_forms
 
 
 def write_whole(worker: Worker, path: Path) -> None:
@@ -17,7 +18,7 @@ def write_whole(worker: Worker, path: Path) -> None:
     Raises:
         UserError: rank 0 cannot write it; the other ranks wait for it then, so the job must end.
     """
-    forms = worker.model.state_dict()
+    forms = whole_forms(worker.model)
     tensors = worker.gathered(plain_order(path, forms))
     if worker.control.rank != 0:
         _exhaust(tensors)

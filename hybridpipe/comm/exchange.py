@@ -35,9 +35,7 @@ class RowExchange:
             sent: those for each rank, alike.
         """
         theirs = torch.empty_like(sent)
-        request = self._replicas.Ialltoall(
-            [sent.numpy(), MPI.INT64_T], [theirs.numpy(), MPI.INT64_T]
-        )
+        request = self._replicas.Ialltoall([sent.numpy(), MPI.INT64_T], [theirs.numpy(), MPI.INT64_T])
         self._wait(request, (sent, theirs), "exchange of counts")
         return theirs
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hybridpipe.engine.executor import Executor
+from hybridpipe.model.held_part import held_part
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.loss_scale import LossScale
@@ -26,6 +27,8 @@ from hybridpipe.stage.state import (
     pack,
     prefixed,
     put_optimizer,
+    put_parts,
+    shaped,
     take_optimizer,
 )
 from hybridpipe.stage.statistics import statistics
@@ -120,11 +123,12 @@ def take(executor: Executor, plan: Plan, point: ResumePoint) -> RankState:
                 stages[s].meta["newest"] = num_updates(plan, place.stage, point)
         else:
             own.tensors |= prefixed("model", buffers)
+            put_parts(own, in_parts(layers.tensors()))
             _put_versions(executor, layers, _own_versions(plan, place, point), own)
-    if place is not None and place.replica and executor.shards is not None:
+    if place is not None and place.replica and (own_ranges := ranges(executor)):
         held = [layers.owned_parameters().items() for layers in stage_modules(executor).values()]
-        sharded = {p: key for owned in held for p, key in owned if p in executor.shards.ranges}
-        _take_optimizer(executor, sharded, own)
+        divided = {p: key for owned in held for p, key in owned if key in own_ranges}
+        _take_optimizer(executor, divided, own)
     if place is not None:
         own.meta[SAMPLES_SEEN] = executor.statistics.num_samples if before is None else before.num_samples
     random = Generators.now(executor.device).state()
@@ -164,6 +168,9 @@ def _put_update(executor: Executor, new: NewState) -> None:
     update = executor.update
     if update.optimizer is not None:
         put_optimizer(update.optimizer, updated(executor), new.parameters, not new.is_fresh)
+        for p in update.optimizer.state:
+            if held_part(p) is not None:  # it came in one dimension
+                update.optimizer.state[p] = shaped(update.optimizer.state[p], p.view(-1).shape, *p.shape)
     if new.loss_scales:  # on all ranks alike, fresh or not
         if update.loss_scale.changes:
             update.loss_scale = new.loss_scales[-1]
@@ -196,9 +203,20 @@ def updated(executor: Executor) -> dict[Tensor, str]:
 
 
 def ranges(executor: Executor) -> dict[str, range]:
-    """Return the elements that this rank updates of each sharded parameter, by its key."""
-    of_parameter = {} if executor.shards is None else executor.shards.ranges
-    return {key: of_parameter[p] for p, key in parameters(executor).items() if p in of_parameter}
+    """Return the elements that this rank updates of each parameter that replicas divide, by its key."""
+    found = {}
+    for p, key in parameters(executor).items():
+        part = held_part(p)
+        if part is not None:
+            found[key] = part.elements
+        elif executor.shards is not None and p in executor.shards.ranges:
+            found[key] = executor.shards.ranges[p]
+    return found
+
+
+def in_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those tensors of which a rank has a part."""
+    return {key: tensor for key, tensor in tensors.items() if held_part(tensor) is not None}
 
 
 def _take_optimizer(executor: Executor, names: Mapping[Tensor, str], state: StageState) -> None:
@@ -209,12 +227,17 @@ def _take_optimizer(executor: Executor, names: Mapping[Tensor, str], state: Stag
     parts = {p: p for p in names} if shards is None else shards.parts
     mine = {parts[p]: key for p, key in names.items() if p in parts}
     of_part = {} if shards is None else {part: shards.ranges[p] for p, part in parts.items() if part is not p}
+    held = ((p, held_part(p)) for p in names)
+    of_part |= {p: part.elements for p, part in held if part is not None}
     take_optimizer(update.optimizer, mine, state, update.given.options, of_part)
 
 
 def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[str, Tensor]) -> StageState:
-    update = executor.update
-    state = StageState(prefixed("model", {**layers.tensors(), **buffers}))
+    update, tensors = executor.update, layers.tensors()
+    parts = in_parts(tensors)
+    whole = {key: tensor for key, tensor in tensors.items() if key not in parts}
+    state = StageState(prefixed("model", {**whole, **buffers}))
+    put_parts(state, parts)
     state.meta["num_minibatches"] = update.num_minibatches
     state.meta["num_skipped"] = executor.num_skipped
     scales = (update.loss_scale,) if executor.scales is None else executor.scales.window()

@@ -34,4 +34,4 @@ def split_experts(
     for each in experts:
         hold_part(model, each, place.replica, plan.replicas[place.stage], numbers)
         module = model.get_submodule(each.path)
-        module.forward = SplitExperts(each.path, module, each.count, exchange)
+        module.forward = SplitExperts(each.path, module, each.num_experts, exchange)

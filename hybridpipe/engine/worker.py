@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hybridpipe.comm.courier import courier_of
-from hybridpipe.comm.exchange import RowExchange
 from hybridpipe.comm.cuda_aware import cuda_aware
 from hybridpipe.comm.cuda_ipc import asked_for, neighbours, readers
+from hybridpipe.comm.exchange import RowExchange
 from hybridpipe.comm.groups import communicators
 from hybridpipe.comm.idle import cores_to_spare
 from hybridpipe.comm.mpi import MPI
@@ -123,8 +123,7 @@ class Worker:
                 why = str(error)
         if self.split:
             self._refuse(why)
-            self.layers.renew()  # what was recorded is of whole modules
-            self._settle()
+            self._settle()  # records stay: they call what holds experts as a whole
 
     def _build_executor(self, loss: Loss, rule: UpdateRule, seed: int) -> Executor:
         plan, place, replicas = self.plan, self.place, self.communicators.along.get("replica")

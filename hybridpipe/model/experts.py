@@ -5,7 +5,7 @@ Invariant: a plan is taken whole or refused in one line; a part of a plan would 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -30,12 +30,12 @@ class Experts(NamedTuple):
     Args:
         path: its place in the model.
         parameters: names of its parameters, within it.
-        count: number of its experts.
+        num_experts: number of its experts.
     """
 
     path: str
     parameters: tuple[str, ...]
-    count: int
+    num_experts: int
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -116,7 +116,9 @@ def _experts_at(model: nn.Module, path: str) -> Experts:
     return Experts(path, tuple(shapes), counts.pop())
 
 
-def split_by(plan: Plan, experts: list[Experts], holders: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+def split_by(
+    plan: Plan, experts: Sequence[Experts], holders: Mapping[str, tuple[int, ...]]
+) -> dict[str, int]:
     """Return the stage that splits each of these experts' parameters, by its key; others are whole.
 
     Args:
@@ -136,10 +138,9 @@ def split_by(plan: Plan, experts: list[Experts], holders: Mapping[str, tuple[int
                 "(expert_plan names modules of your own)"
             )
         for each in mine:
-            if each.count % replicas:
-                raise ValueError(
-                    f"stages[{s}].replicas must divide the {each.count} experts of {each.path}, got {replicas}"
-                )
+            if each.num_experts % replicas:
+                told = f"must divide the {each.num_experts} experts of {each.path}, got {replicas}"
+                raise ValueError(f"stages[{s}].replicas {told}")
     return {key: s for key, s in found.items() if plan.splits_experts(s)}
 
 
@@ -162,8 +163,8 @@ def hold_part(model: nn.Module, experts: Experts, index: int, count: int, number
             whole = numbers.of([key])[key]
         owner._parameters[last] = part_of(parameter, whole, part)
     for name, value in vars(module).items():
-        if type(value) is int and value == experts.count and _counts_experts(name):
-            setattr(module, name, experts.count // count)
+        if type(value) is int and value == experts.num_experts and _counts_experts(name):
+            setattr(module, name, experts.num_experts // count)
 
 
 def _counts_experts(name: str) -> bool:

@@ -61,7 +61,7 @@ def part_of(parameter: Tensor, whole: Tensor, part: HeldPart) -> nn.Parameter:
 
 
 def whole_forms(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model's state by key; those of which it has a part as whole ones without values."""
+    """Return the tensors of a model's state by key; for a part the whole one, on the meta device."""
     return {key: _whole_form(tensor) for key, tensor in model.state_dict(keep_vars=True).items()}
 
 

@@ -1,4 +1,4 @@
-"""Experts: a module whose experts the replicas of a stage share, each of which computes the tokens of its own.
+"""Experts: a module whose experts the replicas of a stage share; each computes its own for everyone's tokens.
 
 Knows one module and an exchange of rows; no ranks and no plan. Source: GShard (Lepikhin et al., ICLR 2021,
 section 3.1), without its capacities: no token is dropped.
@@ -6,7 +6,7 @@ Invariant: all replicas exchange at the same places, in the backward as well, wh
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -156,17 +156,15 @@ class SplitExperts:
     def _facts(self, rows: Tensor | None, weights: Tensor | None) -> Tensor:
         if rows is None or weights is None:
             return torch.tensor([self.number, _UNKNOWN, _UNKNOWN, _UNKNOWN])
-        return torch.tensor(
-            [self.number, KINDS.index(rows.dtype), rows.shape[1], KINDS.index(weights.dtype)]
-        )
+        return torch.tensor([self.number, KINDS.index(rows.dtype), rows.shape[1], KINDS.index(weights.dtype)])
 
     def _agreed(self, facts: Tensor) -> Tensor:
         """Return the facts about the tokens, which all replicas that have some must say alike."""
         known = facts.max(0).values
         if not ((facts == known) | (facts == _UNKNOWN)).all():
             raise UserError(
-                f"the experts {self.path}: replicas are in another module's exchange, or have tokens of other "
-                f"kinds: {facts.tolist()}; each module must be called once a forward, in the order in which "
+                f"the experts {self.path}: replicas are in another module's exchange, or have other kinds of "
+                f"tokens: {facts.tolist()}; each module must be called once a forward, in the order in which "
                 "the model has them, and not inside an activation checkpoint (a stage's recompute does that)"
             )
         return known
@@ -188,21 +186,21 @@ class SplitExperts:
             UserError: a token's experts depend on each other, or the module draws random numbers.
         """
         module, parameter = self._module, next(self._module.parameters())
-        like = {"device": parameter.device, "dtype": parameter.dtype}
         numbers = torch.Generator().manual_seed(1)
-        weights = torch.rand(TRIED_TOKENS, 2, generator=numbers).to(**like)
+        weights = torch.rand(TRIED_TOKENS, 2, generator=numbers).to(parameter)
         index = torch.arange(2 * TRIED_TOKENS, device=parameter.device).view(-1, 2) % len(parameter)
         before = torch.get_rng_state()
         error: Exception | None = None
         for width in dict.fromkeys(size for each in module.parameters() for size in each.shape[:0:-1]):
-            tokens = torch.randn(TRIED_TOKENS, width, generator=numbers).to(**like)
+            tokens = torch.randn(TRIED_TOKENS, width, generator=numbers).to(parameter)
             try:
                 together = self._forward(tokens, index, weights)
-                each = (self._forward(tokens, index[:, i : i + 1], weights[:, i : i + 1]) for i in (0, 1))
-                one_by_one = sum(each)
+                first, other = (
+                    self._forward(tokens, index[:, i : i + 1], weights[:, i : i + 1]) for i in (0, 1)
+                )
                 break
-            except (RuntimeError, ValueError, TypeError, IndexError) as other:  # of another width
-                error = other
+            except (RuntimeError, ValueError, TypeError, IndexError) as mistake:  # of another width
+                error = mistake
         else:
             raise UserError(f"the experts {self.path} fail on a few tokens: {error}")
         drew = not torch.equal(torch.get_rng_state(), before)
@@ -212,7 +210,7 @@ class SplitExperts:
                 f"the experts {self.path} draw random numbers, which would depend on the plan: move the "
                 "dropout behind them"
             )
-        if not torch.allclose(together, one_by_one, rtol=0.05, atol=0.05 * float(together.abs().max())):
+        if not torch.allclose(together, first + other, rtol=0.05, atol=0.05 * float(together.abs().max())):
             raise UserError(
                 f"the experts {self.path} compute a token's experts together, so they cannot be split: "
                 "normalise the weights before they are called"

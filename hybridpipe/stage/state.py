@@ -4,6 +4,7 @@ Knows one process, no files and no messages; KEY is the one in `model.state_dict
 Invariant: state comes back bit for bit and type for type; other values than tensors and JSON are refused.
 
     model.KEY               parameters and buffers
+    part.KEY                a replica's part of a parameter, in one dimension (`model.held_part`)
     optimizer.KEY.NAME      the optimizer's state of a parameter, or of a part of it
     version.N.KEY           trained parameters after N updates of the stream, while microbatches use them
     random.*                states of the process's random generators
@@ -22,11 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.errors import UserError, shown
+from hybridpipe.model.held_part import HeldPart, held_part
 
 JSON = Any
 FORMS = ("foreach", "fused")  # options that choose an implementation and change no formula
 NAMES = "param_names"  # where torch's optimizers keep the names of a group's parameters
 AVERAGE = "ema"  # in an optimizer's state of a parameter: the average that `callbacks.EMA` keeps
+PARTS = "parts"  # JSON key of `put_parts`
 SAMPLES_SEEN, BATCHES_AGREED = "statistics_samples", "statistics_batches"  # JSON keys of `stage.statistics`
 _TENSOR, _TUPLE, _PAIRS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$pairs", "$counter", "$float"
 
@@ -172,7 +175,9 @@ def take_optimizer(
         if given:
             into.meta["given"].append(pack(dict(given[i]), f"given.{at}", into.tensors))
         for p in mine:
-            state = pack(dict(optimizer.state.get(p, {})), f"optimizer.{names[p]}", into.tensors)
+            own = dict(optimizer.state.get(p, {}))
+            own = shaped(own, p.shape, p.shape.numel()) if p in ranges else own
+            state = pack(own, f"optimizer.{names[p]}", into.tensors)
             part = {"part": [ranges[p].start, ranges[p].stop]} if p in ranges else {}
             into.meta["parameters"][names[p]] = {"group": at, "state": state, **part}
 
@@ -289,6 +294,56 @@ def put_optimizer(
                     name: _to(value, torch.device("cpu") if name == "step" and on_host else p.device)
                     for name, value in own.state.items()
                 }
+
+
+def shaped(value: Any, before: torch.Size, *after: int) -> Any:
+    """Return an optimizer's state of a parameter whose tensors of one shape have another one."""
+    match value:
+        case Tensor() if value.shape == before:
+            return value.reshape(after)
+        case list() | tuple():
+            return type(value)(shaped(item, before, *after) for item in value)
+        case dict():
+            return {name: shaped(item, before, *after) for name, item in value.items()}
+    return value
+
+
+def put_parts(state: StageState, tensors: Mapping[str, Tensor]) -> None:
+    """Add this replica's parts of parameters to a state.
+
+    Args:
+        tensors: by key; all have a `held_part`.
+    """
+    parts = {key: held_part(tensor) for key, tensor in tensors.items()}
+    state.tensors |= {f"part.{key}": tensor.detach().reshape(-1) for key, tensor in tensors.items()}
+    state.meta[PARTS] = {
+        key: {"shape": list(part.whole), "part": [part.elements.start, part.elements.stop]}
+        for key, part in parts.items()
+        if part is not None
+    }
+
+
+def read_parts(meta: JSON, where: str) -> dict[str, HeldPart]:
+    """Return what parts of parameters a file has, by key.
+
+    Args:
+        meta: of a state to which `put_parts` has added some.
+        where: the file's name, for error messages.
+
+    Raises:
+        UserError: the metadata cannot be understood.
+    """
+    found: dict[str, HeldPart] = {}
+    entries = meta.get(PARTS, {}) if isinstance(meta, dict) else {}
+    for key, entry in entries.items() if isinstance(entries, dict) else ():
+        match entry:
+            case {"shape": [*sizes], "part": part} if sizes and all(type(size) is int for size in sizes):
+                elements = _part(part, f"{where}: {key}")
+                if elements is not None and elements.stop <= math.prod(sizes):
+                    found[key] = HeldPart(torch.Size(sizes), elements)
+                    continue
+        raise UserError(f"{where}: part of {key}: cannot be understood: {shown(entry)}")
+    return found
 
 
 def _to(value: Any, device: torch.device) -> Any:

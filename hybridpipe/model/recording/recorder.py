@@ -480,7 +480,7 @@ def _recording() -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    """Return True inside a forward that is recorded: this rank alone may run it, and its values do not count."""
+    """Return True inside a forward that is recorded, perhaps on this rank alone; its values do not count."""
     return _depth[0] > 0
 
 

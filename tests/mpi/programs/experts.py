@@ -1,22 +1,33 @@
 """Under mpirun: split experts over a stage's replicas and compare with one process, in float64.
 
-Usage: experts.py [--recorded] NUM_UPDATES PLAN... with plans such as 2, 1-2 or 2-2; a stage that has replicas
-splits its experts. In 2z1 its replicas shard the rest of the update as well.
+Usage: experts.py MODEL NUM_UPDATES PLAN... with a model of MODELS and plans such as 2, 1-2 or 2-2; a stage
+that has replicas splits its experts. In 2w-2 those of the first stage are whole; in 2z1 replicas shard the
+rest of the update. With --resume FOLDER each plan resumes from the one before, in its middle.
 """
 
-import argparse
 import contextlib
 import copy
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hybridpipe import Plan, StageSpec, Trainer
+from hybridpipe import Checkpointing, Plan, StageSpec, Trainer
+from hybridpipe.callbacks import EMA
+from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
+from hybridpipe.model.layers import layers_of
 from tests.mpi.programs.exactness import OPTIMIZERS, compare
 
 MINIBATCH, MICROBATCH, SAMPLES, SEED = 12, 2, 41, 7  # the last minibatch has 5 samples
-WIDTH, EXPERTS = 6, 4
+WIDTH, EXPERTS, TOKENS, CLIP, DECAY = 6, 4, 50, 0.5, 0.9
 SCHEDULES = {"1f1b": {}, "gpipe": {}, "zero-bubble": {}, "recompute": {"recompute": True}}
+
+
+EAGER = {"experts_implementation": "eager", "use_cache": False}  # grouped products have no float64
 
 
 class Experts(nn.Module):
@@ -62,37 +73,111 @@ class Recorded(nn.Module):
         return x
 
 
-def make_model(recorded: bool) -> nn.Module:
-    torch.manual_seed(1)
-    layers = nn.Sequential(nn.Linear(5, WIDTH), Mixture(2), Mixture(1), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
-    return Recorded(layers) if recorded else layers
+def mixtures() -> nn.Sequential:
+    first, last = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+    return nn.Sequential(first, Mixture(2), Mixture(1), nn.Tanh(), last)
 
 
-def make_data() -> torch.utils.data.TensorDataset:
-    generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
-    return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (SAMPLES,), generator=generator))
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "vocab_size": TOKENS}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
+    of_experts = {"num_local_experts": EXPERTS, **EAGER}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **of_experts))
 
 
-def reference(optimizer_factory, epochs: int, recorded: bool):
-    model, data = make_model(recorded), make_data()
-    optimizer, losses = optimizer_factory(model.parameters()), []
-    for _ in range(epochs):
-        for start in range(0, SAMPLES, MINIBATCH):
-            inputs, targets = data[start : start + MINIBATCH]
-            loss = nn.functional.cross_entropy(model(inputs), targets)
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 8, "moe_intermediate_size": 12, "num_hidden_layers": 3, "vocab_size": TOKENS}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 16}
+    of_experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, **EAGER}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **of_experts))
+
+
+def of_classes(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def of_tokens(outputs, targets):
+    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
+
+
+@cache
+def tokens() -> torch.utils.data.Dataset:
+    rows = torch.randint(0, TOKENS, (SAMPLES, 6), generator=torch.Generator().manual_seed(2))
+    return [({"input_ids": each[:-1]}, each[1:]) for each in rows]
+
+
+@cache
+def points() -> torch.utils.data.Dataset:
+    numbers = torch.Generator().manual_seed(2)
+    inputs = torch.randn(SAMPLES, 5, generator=numbers, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (SAMPLES,), generator=numbers))
+
+
+class Case(NamedTuple):
+    """A model to train; its own configuration names the experts, or `expert_plan` does."""
+
+    make: Any
+    loss: Any
+    expert_plan: tuple[tuple[str, str], ...] = ()
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(1)
+        return self.make().double()
+
+    def data(self) -> torch.utils.data.Dataset:
+        return tokens() if self.loss is of_tokens else points()
+
+    def batch(self, start: int, size: int) -> Any:
+        samples = [self.data()[i] for i in range(start, min(start + size, SAMPLES))]
+        return torch.utils.data.default_collate(samples)
+
+    def loss_of(self, model: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+        return self.loss(model(**inputs) if isinstance(inputs, dict) else model(inputs), targets)
+
+
+DISPATCH = "ep_dispatch_experts"
+MODELS = {
+    "sequential": Case(mixtures, of_classes, (("*.experts", DISPATCH),)),
+    "recorded": Case(lambda: Recorded(mixtures()), of_classes, (("layers.*.experts", DISPATCH),)),
+    "mixtral": Case(mixtral, of_tokens),
+    "qwen3_moe": Case(qwen3_moe, of_tokens),
+}
+
+
+def reference(case: Case, optimizer_factory, epochs: int, averages: dict[str, torch.Tensor] | None = None):
+    """One process, microbatch by microbatch; its weights' averages as `callbacks.EMA` keeps them."""
+    model, losses = case.model(), []
+    optimizer = optimizer_factory(model.parameters())
+    for start in [*range(0, SAMPLES, MINIBATCH)] * epochs:
+        count, total = min(MINIBATCH, SAMPLES - start), 0.0
+        for first in range(start, start + count, MICROBATCH):
+            size = min(MICROBATCH, start + count - first)
+            loss = case.loss_of(model, *case.batch(first, size)) * (size / count)
             loss.backward()
-            losses.append(loss.item())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    return model.state_dict(), losses
+            total += loss.item()
+        losses.append(total)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        for key, parameter in model.named_parameters() if averages is not None else ():
+            now = parameter.detach().clone()
+            averages[key] = averages[key].lerp(now, 1 - DECAY) if key in averages else now
+    model.eval()
+    with torch.no_grad():
+        return model.state_dict(), losses, case.loss_of(model, *case.batch(0, SAMPLES)).item()
 
 
-def make_plan(name: str, num_layers: int, schedule: str, **options) -> Plan:
-    """2-1 splits the experts of its first stage; 2w-1 leaves them whole; 2z1 shards the rest."""
+def make_plan(name: str, case: Case, schedule: str, **options) -> Plan:
+    inputs, targets = case.batch(0, MICROBATCH)
+    num_layers = layers_of(case.model(), inputs, case.loss, targets).num_layers
     stages = name.split("-")
-    cuts = [0, 2, 3, 4][: len(stages)] + [num_layers]
+    cuts = [round(s * num_layers / len(stages)) for s in range(len(stages) + 1)]
+    if case.loss is of_classes and len(stages) == 2:  # a mixture in each
+        cuts[1:-1] = (3,) if num_layers == 6 else (2,)
     return Plan(
         tuple(
             StageSpec(a, b, int(each[0]), zero=int(each[0] != "1" and "z1" in each), experts="w" not in each)
@@ -104,50 +189,74 @@ def make_plan(name: str, num_layers: int, schedule: str, **options) -> Plan:
     )
 
 
-def make_trainer(model: nn.Module, plan: Plan, optimizer: str, **options) -> Trainer:
+def make_trainer(case: Case, plan: Plan, optimizer: str, **options) -> Trainer:
     return Trainer(
-        model,
-        loss=nn.functional.cross_entropy,
+        case.model(),
+        loss=case.loss,
         optimizer=OPTIMIZERS[optimizer],
         plan=plan,
         minibatch_size=MINIBATCH,
         seed=SEED,
-        clip_grad_norm=0.5,
-        expert_plan={("layers.*.experts" if isinstance(model, Recorded) else "*.experts"): "ep_dispatch_experts"},
+        clip_grad_norm=CLIP,
+        expert_plan=dict(case.expert_plan) or None,
+        verbose=False,
         **options,
     )
 
 
-def check(plan: Plan, name: str, recorded: bool, expected, expected_losses, epochs: int) -> None:
+def check(case: Case, plan: Plan, name: str, expected, epochs: int) -> None:
     losses: list[float] = []
-    with contextlib.closing(make_trainer(make_model(recorded), plan, name)) as trainer:
-        trainer.fit(make_data(), epochs, shuffle=False, on_minibatch=lambda record: losses.append(record.loss))
-        after = trainer.evaluate(make_data())
-        state = trainer.full_state_dict()
+    state, expected_losses, loss_after = expected
+    with contextlib.closing(make_trainer(case, plan, name)) as trainer:
+        trainer.fit(case.data(), epochs, shuffle=False, on_minibatch=lambda done: losses.append(done.loss))
         torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-10)
-        if state is not None:
-            within = compare(state, expected)
-            print(f"{plan.name} {plan.schedule} {name}: parameters within {within:.1e}", flush=True)
-        whole = make_model(recorded)
-        whole.load_state_dict(expected)
-        expected_after = nn.functional.cross_entropy(whole(make_data()[:][0]), make_data()[:][1]).item()
-        assert abs(after["loss"] - expected_after) < 1e-10, (after, expected_after)
+        own = trainer.full_state_dict()
+        if own is not None:
+            what = f"{plan.name} {plan.schedule} {name}"
+            print(f"{what}: parameters within {compare(own, state):.1e}", flush=True)
+        after = trainer.evaluate(case.data())["loss"]
+        assert abs(after - loss_after) < 1e-10, (after, loss_after)
+        assert own is None or list(own) == list(state)
+
+
+def check_resumed(case: Case, folder: Path, plans: Sequence[str]) -> None:
+    """Train an epoch under each plan, each from the checkpoint of the one before."""
+    averages: dict[str, torch.Tensor] = {}
+    expected, *_ = reference(case, OPTIMIZERS["adam"], len(plans), averages)
+    before: dict[str, torch.Tensor] | None = None
+    for number, name in enumerate(plans):
+        plan = make_plan(name, case, "1f1b")
+        with contextlib.closing(make_trainer(case, plan, "adam", callbacks=[EMA(decay=DECAY)])) as trainer:
+            if number:
+                trainer.resume(folder)
+                trainer.prepare(case.data())
+                now = trainer.full_state_dict()
+                assert now is None or all(torch.equal(now[key], before[key]) for key in before), name
+            trainer.fit(case.data(), shuffle=False, checkpoint=Checkpointing(folder))
+            before = trainer.full_state_dict()
+            if before is not None:
+                saved = SavedModel(find_checkpoint(folder)[0])
+                assert list(saved.forms) == list(before)
+                assert all(torch.equal(saved.read(key), before[key]) for key in before), name
+                print(f"{name}: resumed and saved", flush=True)
+    if before is not None:
+        saved = SavedModel(find_checkpoint(folder)[0], averages=True)
+        of_averages = compare({key: saved.read(key) for key in averages}, averages)
+        print(f"parameters within {compare(before, expected):.1e}, averages within {of_averages:.1e}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--recorded", action="store_true")
-    parser.add_argument("updates", type=int)
-    parser.add_argument("plans", nargs="+")
-    given = parser.parse_args()
-    epochs = given.updates // -(-SAMPLES // MINIBATCH)
+    if sys.argv[1] == "--resume":
+        check_resumed(MODELS[sys.argv[3]], Path(sys.argv[2]), sys.argv[4:])
+        return
+    model, updates, *plans = sys.argv[1:]
+    case, epochs = MODELS[model], int(updates) // -(-SAMPLES // MINIBATCH)
     for name, factory in OPTIMIZERS.items():
-        expected, losses = reference(copy.deepcopy(factory), epochs, given.recorded)
-        for plan in given.plans:
+        expected = reference(case, copy.deepcopy(factory), epochs)
+        for plan in plans:
             for schedule, options in SCHEDULES.items():
                 schedule = "1f1b" if schedule == "recompute" else schedule
-                made = make_plan(plan, 6 if given.recorded else 5, schedule, **options)
-                check(made, name, given.recorded, expected, losses, epochs)
+                check(case, make_plan(plan, case, schedule, **options), name, expected, epochs)
 
 
 if __name__ == "__main__":
