@@ -69,6 +69,9 @@ class Layers(Protocol):
     def check_plan(self, plan: Plan) -> None:
         """Raise ValueError unless the plan fits the model."""
 
+    def calls_whole(self, path: str) -> bool:
+        """Return True if stages call the module at a path, or one around it, as it is."""
+
     def expects(self, inputs: Callable[[], Any]) -> bool:
         """Return True if stages that do not see inputs like these know their shapes.
 
@@ -141,6 +144,10 @@ class SequentialLayers:
             plan_fit.check_writes(plan, self.why_whole)
         if isinstance(self._why, CallsBackward):
             plan_fit.check_backward(plan, self.why_whole)
+
+    def calls_whole(self, path: str) -> bool:
+        """Return True: all modules are called as they are."""
+        return True
 
     def expects(self, inputs: Callable[[], Any]) -> bool:
         """Return True: shapes are sent with the first message."""

@@ -152,6 +152,11 @@ class RecordedModel:
                     )
         check_shared(self.model, plan, self.holders(plan))
 
+    def calls_whole(self, path: str) -> bool:
+        """Return True if stages call the module at a path, or one around it, as it is."""
+        leaf_modules = (leaf for each in self._slices for leaf in each.leaf_modules)
+        return any(not leaf or f"{path}.".startswith(f"{leaf}.") for leaf in leaf_modules)
+
     def expects(self, inputs: Callable[[], Any]) -> bool:
         """Return True if inputs differ from the first ones in the number of samples and in numbers only."""
         return _forms(inputs()) == _forms(self._inputs)

@@ -275,6 +275,8 @@ def _particulars(plan: Plan) -> str:
     for zero in (1, 2):
         if sharded := [s for s in range(plan.num_stages) if plan.zero_of(s) == zero]:
             parts.append(f"zero = {zero} in {_stages(sharded)}")
+    if splitting := [s for s in range(plan.num_stages) if plan.splits_experts(s)]:
+        parts.append(f"experts split in {_stages(splitting)}")
     if plan.sync is not None:
         parts.append(f"gradients summed by {plan.sync}")
     return "".join(f", {each}" for each in parts)

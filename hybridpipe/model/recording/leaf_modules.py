@@ -21,9 +21,10 @@ def leaf_modules_of(
 
     A module is opened, so that its children become leaf modules, if it is a container, if most of its
     parameters stand in lists of several children, if it has more than `share` of the model's parameters, or
-    if `opened` names it. TorchScript is not, as Python does not call its children. An opened module without
-    children becomes glue, as do modules without parameters that neither draw random numbers, keep
-    statistics nor have hooks.
+    if `opened` names it. One whose children have no parameters, such as experts in 3-D weights with an
+    activation function, is not opened for its size, nor is TorchScript, as Python does not call its
+    children. An opened module without children becomes glue, as do modules without parameters that neither
+    draw random numbers, keep statistics nor have hooks.
 
     Args:
         opened: paths of further modules to open.
@@ -35,7 +36,8 @@ def leaf_modules_of(
 
     def visit(path: str, module: nn.Module) -> None:
         size = sizes[id(module)]
-        large = size > share * sizes[id(model)] or 2 * _listed(module, sizes) > size
+        divides = any(sizes[id(child)] for child in module.children())
+        large = divides and (size > share * sizes[id(model)] or 2 * _listed(module, sizes) > size)
         has_children = any(True for _ in module.children()) and not isinstance(module, torch.jit.ScriptModule)
         if path in opened or (has_children and (path == "" or type(module) in CONTAINERS or large)):
             for name, child in module.named_children():

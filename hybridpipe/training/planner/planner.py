@@ -292,8 +292,12 @@ class Planner:
         """Return the modules whose experts a plan splits, if it does; ValueError if it cannot."""
         if not any(map(plan.splits_experts, range(plan.num_stages))):
             return ()
-        experts = experts_of(self._model, self._request.expert_plan)
-        split_by(plan, experts, self.known_layers.holders(plan))
+        experts, layers = experts_of(self._model, self._request.expert_plan), self.known_layers
+        split = split_by(plan, experts, layers.holders(plan))
+        for each in experts:
+            if each.keys[0] in split and not layers.calls_whole(each.path):
+                told = "takes its parts apart: call the module itself"
+                raise ValueError(f"the experts {each.path} cannot be split, as the model's forward {told}")
         return experts
 
     def _made(self, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
