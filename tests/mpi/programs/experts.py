@@ -2,23 +2,27 @@
 
 Usage: experts.py MODEL NUM_UPDATES PLAN... with a model of MODELS and plans such as 2, 1-2 or 2-2; a stage
 that has replicas splits its experts. In 2w-2 those of the first stage are whole; in 2z1 replicas shard the
-rest of the update. With --resume FOLDER each plan resumes from the one before, in its middle.
+rest of the update. --schedules A,B tries these only. With --resume FOLDER each plan resumes from the one
+before; --lazily makes models of functions and on the meta device; --precision compares with whole experts.
 """
 
 import contextlib
 import copy
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from hybridpipe import Checkpointing, Plan, StageSpec, Trainer
 from hybridpipe.callbacks import EMA
 from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
+from hybridpipe.comm.mpi import MPI
 from hybridpipe.model.layers import layers_of
 from tests.mpi.programs.exactness import OPTIMIZERS, compare
 
@@ -131,6 +135,11 @@ class Case(NamedTuple):
     def data(self) -> torch.utils.data.Dataset:
         return tokens() if self.loss is of_tokens else points()
 
+    def data32(self) -> torch.utils.data.Dataset:
+        if self.loss is of_tokens:
+            return tokens()
+        return torch.utils.data.TensorDataset(points()[:][0].float(), points()[:][1])
+
     def batch(self, start: int, size: int) -> Any:
         samples = [self.data()[i] for i in range(start, min(start + size, SAMPLES))]
         return torch.utils.data.default_collate(samples)
@@ -189,9 +198,9 @@ def make_plan(name: str, case: Case, schedule: str, **options) -> Plan:
     )
 
 
-def make_trainer(case: Case, plan: Plan, optimizer: str, **options) -> Trainer:
+def make_trainer(case: Case, plan: Plan, optimizer: str, model=None, **options) -> Trainer:
     return Trainer(
-        case.model(),
+        case.model() if model is None else model,
         loss=case.loss,
         optimizer=OPTIMIZERS[optimizer],
         plan=plan,
@@ -245,7 +254,70 @@ def check_resumed(case: Case, folder: Path, plans: Sequence[str]) -> None:
         print(f"parameters within {compare(before, expected):.1e}, averages within {of_averages:.1e}")
 
 
+def check_lazily(case: Case, plans: Sequence[str]) -> None:
+    """Let each rank make only its part of the weights: bit-equal to the model that is made at once."""
+    whole = case.model()
+    for name in plans:
+        plan = make_plan(name, case, "1f1b")
+        with torch.device("meta"):
+            on_meta = case.model()
+        for what, model in (("function", case.model), ("meta", on_meta)):
+            with contextlib.closing(make_trainer(case, plan, "sgd", model=model)) as trainer:
+                if what == "meta":
+                    trainer.resume(weights_of(whole))
+                trainer.prepare(case.data())
+                state = trainer.full_state_dict()
+                if state is not None:
+                    assert all(torch.equal(state[key], each) for key, each in whole.state_dict().items())
+                    print(f"{name}: equal to the bit, from a {what}", flush=True)
+                for path, module in trainer.model.named_modules():
+                    if path.endswith(".experts") and trainer.worker.split:
+                        check_parts(module, trainer)
+                trainer.fit(case.data(), shuffle=False)
+
+
+def check_parts(module: nn.Module, trainer: Trainer) -> None:
+    """Check that a rank has its part of a module's experts, or nothing of them."""
+    counts = {len(each) for each in module.parameters()}
+    replicas = trainer.plan.replicas[trainer.worker.place.stage] if trainer.worker.place else 1
+    assert counts <= {EXPERTS, EXPERTS // replicas}, counts
+    held = {each.is_meta for each in module.parameters()}
+    assert held == {counts == {EXPERTS}} or replicas == 1, (held, counts)
+
+
+def weights_of(model: nn.Module) -> Path:
+    """Save a model's weights for all ranks."""
+    path = Path(MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if MPI.COMM_WORLD.rank == 0 else None))
+    if MPI.COMM_WORLD.rank == 0:
+        save_file(model.state_dict(), path / "model.safetensors")
+    MPI.COMM_WORLD.barrier()
+    return path / "model.safetensors"
+
+
+def check_precision(case: Case, plans: Sequence[str]) -> None:
+    """Compare a training in 16 bits with one whose experts are whole."""
+    for precision in ("bf16", "bf16-params", "fp16"):
+        for name in plans:
+            losses = []
+            for each in (name, name.replace("2", "2w")):
+                plan = make_plan(each, case, "1f1b")
+                given = {"model": case.model().float(), "precision": precision}
+                with contextlib.closing(make_trainer(case, plan, "sgd", **given)) as trainer:
+                    losses.append([one["loss"] for one in trainer.fit(case.data32(), 2, shuffle=False)])
+            torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
+            if MPI.COMM_WORLD.rank == 0:
+                print(f"{name} {precision}: as with whole experts", flush=True)
+
+
 def main() -> None:
+    case = MODELS[sys.argv[2]] if sys.argv[1] in ("--lazily", "--precision") else None
+    if case is not None:
+        {"--lazily": check_lazily, "--precision": check_precision}[sys.argv[1]](case, sys.argv[3:])
+        return
+    schedules = SCHEDULES
+    if sys.argv[1] == "--schedules":
+        schedules = {each: SCHEDULES[each] for each in sys.argv.pop(2).split(",")}
+        del sys.argv[1]
     if sys.argv[1] == "--resume":
         check_resumed(MODELS[sys.argv[3]], Path(sys.argv[2]), sys.argv[4:])
         return
@@ -254,7 +326,7 @@ def main() -> None:
     for name, factory in OPTIMIZERS.items():
         expected = reference(case, copy.deepcopy(factory), epochs)
         for plan in plans:
-            for schedule, options in SCHEDULES.items():
+            for schedule, options in schedules.items():
                 schedule = "1f1b" if schedule == "recompute" else schedule
                 check(case, make_plan(plan, case, schedule, **options), name, expected, epochs)
 
