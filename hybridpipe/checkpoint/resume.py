@@ -35,7 +35,7 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
 from hybridpipe.model.deferred_init.deferred import Numbers
-from hybridpipe.model.held_part import HeldPart, held_part, whole_forms
+from hybridpipe.model.held_part import HeldPart, held_part, whole_forms, whole_shape
 from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.loss_scale import LossScale
 from hybridpipe.optim.update import Update
@@ -221,8 +221,7 @@ class _Reading:
         self.keys = set(parameters(worker.executor).values())
         self.result, self.changed, self.optimizers = NewState(), list[str](), set[str]()
         mine = set(updated(worker.executor).values())
-        held = {key: (p, held_part(p)) for p, key in parameters(worker.executor).items() if key in mine}
-        shapes = {key: p.shape if part is None else part.whole for key, (p, part) in held.items()}
+        shapes = {key: whole_shape(p) for p, key in parameters(worker.executor).items() if key in mine}
         self.joined = JoinedState(shapes, ranges(worker.executor))
         self.parts = defaultdict[str, list[tuple[HeldPart, Tensor]]](list)
         self.batches: dict[str, int] = {}

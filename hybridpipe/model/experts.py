@@ -72,7 +72,8 @@ def _paths(model: nn.Module, given: ExpertPlan | None) -> list[str]:
         for pattern, style in plan.items():
             where = f"expert plan: {joined(above, pattern)!r}"
             if style not in (MODULE, PARAMETER):
-                raise ValueError(f"{where}: style must be {MODULE} or {PARAMETER}, got {style!r}")
+                own = "" if given is not None else " in the model's own plan: give another one as expert_plan"
+                raise ValueError(f"{where}: style must be {MODULE} or {PARAMETER}, got {style!r}{own}")
             owner = pattern if style == MODULE else pattern.rpartition(".")[0]
             matched = [path for path in names if _matches(joined(above, owner), path)]
             if not matched and given is not None:
@@ -99,6 +100,7 @@ def _own_plans(model: nn.Module) -> dict[str, ExpertPlan]:
 
 
 def _matches(pattern: str, path: str) -> bool:
+    pattern = pattern.removesuffix(".")  # of a module that is named by its own plan
     parts = (re.escape(each).replace(r"\*", "[^.]+") for each in pattern.split("."))
     return re.fullmatch(r"\.".join(parts), path) is not None
 
@@ -169,4 +171,5 @@ def hold_part(model: nn.Module, experts: Experts, index: int, count: int, number
 
 def _counts_experts(name: str) -> bool:
     """Return True if an attribute of this name is a number of experts, not of those that a token has."""
-    return "expert" in name and "per" not in name.split("_")
+    words = name.strip("_").split("_")
+    return words[-1] == "experts" and "per" not in words

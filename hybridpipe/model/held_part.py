@@ -52,6 +52,12 @@ def held_part(parameter: Tensor) -> HeldPart | None:
     return part
 
 
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of a parameter of which a part may be here."""
+    part = held_part(parameter)
+    return parameter.shape if part is None else part.whole
+
+
 def part_of(parameter: Tensor, whole: Tensor, part: HeldPart) -> nn.Parameter:
     """Return a parameter that has a part of `whole` and the attributes of `parameter`."""
     made = nn.Parameter(part.of(whole), parameter.requires_grad)

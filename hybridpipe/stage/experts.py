@@ -6,7 +6,8 @@ Invariant: all replicas exchange at the same places, in the backward as well, wh
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from hybridpipe.errors import UserError
 from hybridpipe.model.recording import is_recording
+from hybridpipe.model.rng import preserved_state
 from hybridpipe.report.words import counted
 
 KINDS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of hidden states and of weights
@@ -106,11 +108,12 @@ class SplitExperts:
             return (tokens * weights.sum(1, keepdim=True).to(tokens.dtype)).reshape(hidden.shape)
         by_expert = index.reshape(-1).argsort(stable=True)
         token = by_expert // index.shape[1]
-        counts = torch.bincount(index.reshape(-1), minlength=self._count).cpu()
-        if len(counts) > self._count:
+        least, most = (int(each) for each in index.aminmax()) if index.numel() else (0, 0)
+        if least < 0 or most >= self._count:
             raise UserError(
-                f"the experts {self.path}: indices must be below {self._count}, got {len(counts) - 1}"
+                f"the experts {self.path}: indices must be in 0 to {self._count - 1}, got {least} to {most}"
             )
+        counts = torch.bincount(index.reshape(-1), minlength=self._count).cpu()
         made = self._by_all(tokens[token], weights.reshape(-1)[by_expert], counts)
         return torch.zeros_like(tokens).index_add(0, token, made.to(tokens.dtype)).reshape(hidden.shape)
 
@@ -185,36 +188,56 @@ class SplitExperts:
         Raises:
             UserError: a token's experts depend on each other, or the module draws random numbers.
         """
-        module, parameter = self._module, next(self._module.parameters())
-        numbers = torch.Generator().manual_seed(1)
-        weights = torch.rand(TRIED_TOKENS, 2, generator=numbers).to(parameter)
-        index = torch.arange(2 * TRIED_TOKENS, device=parameter.device).view(-1, 2) % len(parameter)
-        before = torch.get_rng_state()
-        error: Exception | None = None
-        for width in dict.fromkeys(size for each in module.parameters() for size in each.shape[:0:-1]):
-            tokens = torch.randn(TRIED_TOKENS, width, generator=numbers).to(parameter)
-            try:
-                together = self._forward(tokens, index, weights)
-                first, other = (
-                    self._forward(tokens, index[:, i : i + 1], weights[:, i : i + 1]) for i in (0, 1)
-                )
-                break
-            except (RuntimeError, ValueError, TypeError, IndexError) as mistake:  # of another width
-                error = mistake
-        else:
-            raise UserError(f"the experts {self.path} fail on a few tokens: {error}")
-        drew = not torch.equal(torch.get_rng_state(), before)
-        torch.set_rng_state(before)
+        device = next(self._module.parameters()).device
+        with preserved_state(device, python_too=True), _in_training(self._module):
+            before = _random_state(device)
+            together, one_by_one = self._tried()
+            drew = not torch.equal(_random_state(device), before)
         if drew:
             raise UserError(
                 f"the experts {self.path} draw random numbers, which would depend on the plan: move the "
                 "dropout behind them"
             )
-        if not torch.allclose(together, first + other, rtol=0.05, atol=0.05 * float(together.abs().max())):
+        if not torch.allclose(together, one_by_one, rtol=0.05, atol=0.05 * float(together.abs().max())):
             raise UserError(
                 f"the experts {self.path} compute a token's experts together, so they cannot be split: "
                 "normalise the weights before they are called"
             )
+
+    def _tried(self) -> tuple[Tensor, Tensor]:
+        """Return what a few tokens become with two experts at once, and with one after the other."""
+        parameter, numbers = next(self._module.parameters()), torch.Generator().manual_seed(1)
+        weights = torch.rand(TRIED_TOKENS, 2, generator=numbers).to(parameter)
+        index = torch.arange(2 * TRIED_TOKENS, device=parameter.device).view(-1, 2) % len(parameter)
+        error: Exception | None = None
+        widths = (size for each in self._module.parameters() for size in each.shape[:0:-1])
+        for width in dict.fromkeys(widths):
+            tokens = torch.randn(TRIED_TOKENS, width, generator=numbers).to(parameter)
+            try:
+                together = self._forward(tokens, index, weights)
+                first, second = (
+                    self._forward(tokens, index[:, i : i + 1], weights[:, i : i + 1]) for i in (0, 1)
+                )
+                return together, first + second
+            except (RuntimeError, ValueError, TypeError, IndexError) as mistake:  # of another width
+                error = mistake
+        raise UserError(f"the experts {self.path} fail on a few tokens: {error}")
+
+
+@contextmanager
+def _in_training(module: nn.Module) -> Iterator[None]:
+    """Set a module to training mode inside this context."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.train()
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def split_experts_in(module: nn.Module) -> list[SplitExperts]:

@@ -335,15 +335,24 @@ def read_parts(meta: JSON, where: str) -> dict[str, HeldPart]:
     """
     found: dict[str, HeldPart] = {}
     entries = meta.get(PARTS, {}) if isinstance(meta, dict) else {}
-    for key, entry in entries.items() if isinstance(entries, dict) else ():
+    if not isinstance(entries, dict):
+        raise UserError(f"{where}: {PARTS}: must be an object, got {shown(entries)}")
+    for key, entry in entries.items():
         match entry:
-            case {"shape": [*sizes], "part": part} if sizes and all(type(size) is int for size in sizes):
-                elements = _part(part, f"{where}: {key}")
-                if elements is not None and elements.stop <= math.prod(sizes):
-                    found[key] = HeldPart(torch.Size(sizes), elements)
-                    continue
-        raise UserError(f"{where}: part of {key}: cannot be understood: {shown(entry)}")
+            case {"shape": [*sizes], "part": [int(start), int(stop)]} if _are_rows(sizes, start, stop):
+                found[key] = HeldPart(torch.Size(sizes), range(start, stop))
+            case _:
+                raise UserError(f"{where}: part of {key}: cannot be understood: {shown(entry)}")
     return found
+
+
+def _are_rows(sizes: Sequence[object], start: int, stop: int) -> bool:
+    """Return True for a shape, and elements that are whole rows of it."""
+    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+        return False
+    row = math.prod(size for size in sizes[1:] if isinstance(size, int))
+    rows = sizes[0] if isinstance(sizes[0], int) else 0
+    return 0 <= start <= stop <= row * rows and start % row == stop % row == 0
 
 
 def _to(value: Any, device: torch.device) -> Any:

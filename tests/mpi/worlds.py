@@ -28,6 +28,7 @@ SHARED = {
     "deferred_init.py",
     "differing.py",
     "exactness.py",
+    "experts.py",
     "exporting.py",
     "precision.py",
     "resuming.py",

@@ -9,6 +9,8 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from hybridpipe.model.held_part import whole_shape
+
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 RANDOM_OR_COUNTING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
@@ -51,7 +53,7 @@ def leaf_modules_of(
 
 
 def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(whole_shape(parameter).numel() for parameter in module.parameters())  # alike on all ranks
 
 
 def _listed(module: nn.Module, sizes: dict[int, int]) -> int:

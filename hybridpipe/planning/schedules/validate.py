@@ -254,8 +254,12 @@ class _RankCheck:
     def join(self, instruction: JoinForward | JoinBackward) -> None:
         if not self.plan.splits_experts(self.place.stage):
             self.fail("the stage's replicas do not run together")
+        if instruction.chunk >= len(self.stages):
+            self.fail(f"the rank holds {len(self.stages)} stages")
         if instruction.microbatch < self.count:
             self.fail("the microbatch has a pass of its own")
+        if instruction.microbatch % self.plan.replicas[self.place.stage] != self.place.replica:
+            self.fail("the microbatch would belong to another rank")
         if isinstance(instruction, JoinBackward):
             self.check_seen(JoinForward(instruction.microbatch, instruction.chunk))
         self.seen.add(instruction)

@@ -1,0 +1,46 @@
+"""Experts that a stage's replicas share train what one process would, and any plan goes on with them."""
+
+import pytest
+
+from tests.libraries import missing
+
+HUGGING_FACE = pytest.mark.skipif(missing("transformers") is not None, reason=str(missing("transformers")))
+OPTIMIZERS, SCHEDULES = 2, 4
+
+
+@pytest.mark.parametrize("model", ["sequential", "recorded"])
+def test_parameters_losses_and_evaluation_are_those_of_one_process(job, model):
+    """The last minibatch has three microbatches: a replica joins, and others have tokens of one expert."""
+    plans = ["4", "2-2", "1-2"]
+    done = job(4, "experts.py", model, "8", *plans, timeout_seconds=200)
+    assert done.stdout.count("parameters within") == len(plans) * SCHEDULES * OPTIMIZERS
+
+
+def test_replicas_that_share_the_update_of_the_rest(job):
+    done = job(2, "experts.py", "--schedules", "1f1b,zero-bubble", "sequential", "8", "2z1")
+    assert done.stdout.count("parameters within") == 2 * OPTIMIZERS
+
+
+@HUGGING_FACE
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+def test_models_of_transformers_say_themselves_what_their_experts_are(job, model):
+    done = job(3, "experts.py", "--schedules", "1f1b", model, "4", "1-2", timeout_seconds=300)
+    assert done.stdout.count("parameters within") == OPTIMIZERS
+
+
+def test_any_plan_goes_on_with_parts_of_experts(job, tmp_path):
+    """Weights equal to the bit under other numbers of replicas, with and without experts; averages follow."""
+    plans = ["2", "4", "2w", "1-2", "2z1-2", "1", "4z1"]
+    done = job(4, "experts.py", "--resume", str(tmp_path), "recorded", *plans, timeout_seconds=200)
+    assert done.stdout.count("resumed and saved") == len(plans)
+    assert "averages within" in done.stdout
+
+
+def test_a_rank_makes_only_its_part_of_the_experts(job):
+    done = job(3, "experts.py", "--lazily", "recorded", "1-2", "2-1")
+    assert done.stdout.count("equal to the bit") == 2 * 2
+
+
+def test_in_16_bits_losses_are_those_with_whole_experts(job):
+    done = job(2, "experts.py", "--precision", "recorded", "2")
+    assert done.stdout.count("as with whole experts") == 3
