@@ -4,13 +4,22 @@ from dataclasses import replace
 
 import pytest
 
+from hybridpipe.errors import UserError
+from hybridpipe.files import read_plan, write_json
 from hybridpipe.planning.checks import MAX_RANKS
 from hybridpipe.planning.plan import Place, Plan, Prediction, StageSpec, Variant
-from tests.planning.helpers import plan
+from hybridpipe.planning.simulator.predict import predict
+from tests.planning.helpers import free, layer, model, plan
 
 
 def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
     return tuple(StageSpec(*stage) for stage in edges_and_replicas)
+
+
+def splitting(replicas, num_microbatches, schedule="1f1b", **options) -> Plan:
+    """All stages split their experts, one layer each."""
+    each = (StageSpec(s, s + 1, count, experts=True) for s, count in enumerate(replicas))
+    return Plan(tuple(each), schedule, num_microbatches, **options)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +173,30 @@ def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
             ),
             "stages[2].zero must be that of stages[0], which the same ranks hold, 0, got 1",
         ),
+        (
+            lambda: splitting([1, 2], 1, "pipedream"),
+            "stages[1].experts must be false under pipedream, got true: they go with 1f1b, gpipe, ",
+        ),
+        (lambda: splitting([2], 4, "pipedream-2bw"), "stages[0].experts must be false under pipedream-2bw"),
+        (
+            lambda: splitting([2] * 4, 4, "interleaved-1f1b", chunks=2),
+            "stages[0].experts must be false under interleaved-1f1b, got true",
+        ),
+        (lambda: splitting([2] * 4, 4, "zb-v", chunks=2), "stages[0].experts must be false under zb-v"),
+        (lambda: splitting([2] * 4, 4, "v-half", chunks=2), "stages[0].experts must be false under v-half"),
+        (lambda: splitting([2] * 4, 4, "v-min", chunks=2), "stages[0].experts must be false under v-min"),
+        (
+            lambda: splitting([1, 2], 4, zero=2),
+            "stages[1].experts must be false where zero is 2, got true: set zero = 1",
+        ),
+        (
+            lambda: Plan((StageSpec(0, 1, 2, zero=2, experts=True),)),
+            "stages[0].experts must be false where zero is 2, got true: set zero = 1",
+        ),
+        (
+            lambda: splitting([1, 2], 4, max_in_flight=3),
+            "max_in_flight must not be given where stages split experts, got 3: replicas wait for each other",
+        ),
         (lambda: plan([2, 1], 4).check_world(2), "plan needs 2 + 1 = 3 ranks, got 2"),
         (
             lambda: Plan((StageSpec(0, 1, 2, (0, 7)),)).check_world(4),
@@ -225,6 +258,48 @@ def test_the_update_is_sharded_by_the_plan_or_by_a_stage_with_replicas():
     assert [replace(some, zero=1).zero_of(s) for s in (0, 1, 2)] == [2, 0, 1]
     whole = Plan((StageSpec(0, 1, 2, scatter=True),), zero=1)
     assert whole.scatters(0) and whole.running([Variant()]).zero_of(0) == 0
+
+
+def test_experts_are_split_over_replicas_and_one_has_them_whole():
+    some = Plan((StageSpec(0, 1, 1, experts=True), StageSpec(1, 2, 2, experts=True), StageSpec(2, 3, 2)))
+    assert [some.splits_experts(s) for s in (0, 1, 2)] == [False, True, False]
+    zero = splitting([1, 2], 4, zero=1)
+    assert zero.zero_of(1) == 1 and zero.splits_experts(1)
+
+
+@pytest.mark.parametrize(
+    "schedule, options",
+    [("pipedream", {}), ("interleaved-1f1b", {"chunks": 2}), ("1f1b", {"max_in_flight": 1})],
+)
+def test_one_replica_may_say_that_it_splits_experts_under_any_schedule(schedule, options):
+    made = splitting([1] * 4, 1, schedule, **options)
+    assert not any(map(made.splits_experts, range(4)))
+    assert not splitting([1, 1], 1, zero=2).splits_experts(1)
+
+
+def test_stages_that_run_otherwise_split_experts_as_before():
+    made = splitting([2, 1], 4).running([Variant(recompute=True, zero=1), Variant()])
+    assert [stage.experts for stage in made.stages] == [True, True]
+    assert made.recomputes(0) and made.zero_of(0) == 1 and made.splits_experts(0)
+
+
+def test_split_experts_are_in_a_plans_file(tmp_path):
+    path, some = tmp_path / "plan.json", Plan((StageSpec(0, 1, 2, experts=True), StageSpec(1, 2, 2)))
+    write_json(path, some)
+    assert read_plan(path) == some != replace(some, stages=stages((0, 1, 2), (1, 2, 2)))
+    text = path.read_text()
+    assert [text.count(f'"experts": {value}') for value in ("true", "false")] == [1, 1]
+    path.write_text(text.replace('"experts": true', '"experts": 1'))
+    with pytest.raises(UserError, match=r"plan.json: stages\[0\].experts: must be"):
+        read_plan(path)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
+def test_stages_that_split_experts_are_not_predicted(schedule):
+    layers = model(layer(), layer())
+    with pytest.raises(ValueError, match="stages that split experts are not predicted yet"):
+        predict(splitting([1, 2], 4, schedule), layers, free(3))
+    predict(splitting([1, 1], 4, schedule), layers, free(3))
 
 
 def test_data_parallelism_is_the_plan_with_one_stage():

@@ -13,9 +13,11 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from hybridpipe.errors import UserError
+from hybridpipe.model.held_part import HeldPart, held_part, part_of
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.stage.state import (
     BATCHES_AGREED,
+    PARTS,
     SAMPLES_SEEN,
     Generators,
     OfParameter,
@@ -28,8 +30,11 @@ from hybridpipe.stage.state import (
     pack,
     prefixed,
     put_optimizer,
+    put_parts,
     read_optimizer,
+    read_parts,
     samples_seen,
+    shaped,
     shared_tensors,
     take_optimizer,
     under,
@@ -377,3 +382,102 @@ def test_names_go_under_a_prefix_and_out_of_it():
     one = {"0.weight": torch.ones(1)}
     both = prefixed("version.1", one) | prefixed("version.10", {"x": torch.ones(2)})
     assert under("version.1", both) == one
+
+
+# Parts of parameters
+
+
+def parts_of(whole: torch.Tensor, count: int) -> list[nn.Parameter]:
+    """What each replica has of a parameter."""
+    return [part_of(whole, whole, HeldPart.along_first(whole.shape, i, count)) for i in range(count)]
+
+
+def test_parts_of_parameters_come_back_and_are_the_whole():
+    whole = {"a.up": torch.randn(4, 3, 2), "a.bias": torch.randn(4).double()}
+    joined = {key: torch.zeros_like(tensor) for key, tensor in whole.items()}
+    for own in zip(*(parts_of(tensor, 2) for tensor in whole.values()), strict=True):
+        state, tensors = StageState({"model.a.gate": torch.ones(1)}, {"step": 1}), dict(zip(whole, own))
+        put_parts(state, tensors)
+        assert list(state.tensors) == ["model.a.gate", "part.a.up", "part.a.bias"]
+        assert all(each.dim() == 1 and not each.requires_grad for each in state.tensors.values())
+        back = through_text(state)
+        found = read_parts(back.meta, "file")
+        assert found == {key: held_part(tensor) for key, tensor in tensors.items()}
+        assert back.meta["step"] == 1
+        for key, part in found.items():
+            part.put(joined[key], under("part", back.tensors)[key])
+    assert all(torch.equal(joined[key], whole[key]) for key in whole)
+
+
+def test_of_no_parts_none_are_read():
+    state = StageState()
+    put_parts(state, {})
+    assert state.meta == {PARTS: {}} and state.tensors == {}
+    for meta in (state.meta, {}, {"step": 1}, None, []):
+        assert read_parts(meta, "file") == {}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        [],
+        {},
+        {"shape": [4, 2]},
+        {"shape": [4, 2], "part": None},
+        {"part": [0, 4]},
+        {"shape": [], "part": [0, 0]},
+        {"shape": 4, "part": [0, 4]},
+        {"shape": [4, 2.0], "part": [0, 4]},
+        {"shape": [4, "2"], "part": [0, 4]},
+        {"shape": [4, True], "part": [0, 4]},
+        {"shape": [4, 2], "part": [0, 9]},
+        {"shape": [4, 0], "part": [0, 4]},
+    ],
+    ids=str,
+)
+def test_a_damaged_part_is_named(entry):
+    good = {"shape": [4, 2], "part": [0, 8]}
+    with pytest.raises(UserError, match="file: part of b: cannot be understood: ") as raised:
+        read_parts({PARTS: {"a": good, "b": entry}}, "file")
+    assert "\n" not in str(raised.value)
+    assert list(read_parts({PARTS: {"a": good}}, "file")) == ["a"]
+
+
+@pytest.mark.parametrize("part", [[4, 0], [-1, 4], [0], [0, 4, 8], ["0", 4], [0.0, 4], 8, {}], ids=str)
+def test_elements_of_a_part_are_from_one_number_to_another(part):
+    with pytest.raises(UserError, match="file: a: part: must be two numbers of elements, got "):
+        read_parts({PARTS: {"a": {"shape": [4, 2], "part": part}}}, "file")
+
+
+def test_of_an_optimizers_state_what_is_shaped_as_its_parameter_is_shaped_with_it():
+    flat, like, scalar = torch.arange(6), torch.arange(6).reshape(2, 3), torch.tensor(6.0)
+    pair = Counter({"a": 1})
+    before = {"m": like, "step": scalar, "list": [like, flat, 6], "nested": {"pair": (like, None)}, "lr": 0.1}
+    after = shaped(before, like.shape, 6)
+    assert torch.equal(after["m"], flat) and after["step"] is scalar and after["lr"] == 0.1
+    assert torch.equal(after["list"][0], flat) and after["list"][1] is flat and after["list"][2] == 6
+    assert torch.equal(after["nested"]["pair"][0], flat) and type(after["nested"]["pair"]) is tuple
+    assert before["m"] is like and before["list"][0] is like, "a new one is returned"
+    back = shaped(after, flat.shape, 2, 3)
+    assert torch.equal(back["m"], like) and torch.equal(back["nested"]["pair"][0], like)
+    assert torch.equal(back["list"][1], like), "what had that shape before is taken for such a tensor"
+    assert shaped(pair, like.shape, 6) == pair
+
+
+def test_an_optimizers_state_of_a_part_is_told_in_one_dimension():
+    whole = torch.randn(4, 3)
+    own = parts_of(whole, 2)[1]
+    optimizer, state = optim.Adam([own], lr=0.1), StageState()
+    own.grad = torch.ones_like(own)
+    optimizer.step()
+    take_optimizer(optimizer, {own: "a"}, state, ranges={own: held_part(own).elements})
+    found = read_optimizer(through_text(state), "file")["a"]
+    assert found.part == range(6, 12)
+    assert {name: tuple(each.shape) for name, each in found.state.items()} == {
+        "step": (),
+        "exp_avg": (6,),
+        "exp_avg_sq": (6,),
+    }
+    back = shaped(found.state, own.view(-1).shape, *own.shape)
+    assert all(torch.equal(back[name], optimizer.state[own][name]) for name in back)
