@@ -335,8 +335,8 @@ OF_5_TOKENS = "indices and weights must have shape (5, k), for 5 tokens, got"
         ((TOKENS, INDEX[:4], WEIGHTS[:4]), f"{OF_5_TOKENS} [4, 2] and [4, 2]"),
         ((TOKENS, INDEX[:, 0], WEIGHTS[:, 0]), f"{OF_5_TOKENS} [5] and [5]"),
         ((TOKENS, INDEX + 3, WEIGHTS), ""),
-        ((TOKENS, INDEX + 4, WEIGHTS), "indices must be below 4, got 4"),
-        ((TOKENS, INDEX + INDEX.new_tensor([0, 9]), WEIGHTS), "indices must be below 4, got 9"),
+        ((TOKENS, INDEX + 4, WEIGHTS), "indices must be in 0 to 3, got 4 to 4"),
+        ((TOKENS, INDEX + INDEX.new_tensor([0, 9]), WEIGHTS), "indices must be in 0 to 3, got 0 to 9"),
         ((TOKENS, INDEX, 1.0), "must be called with tokens, indices of experts and weights, got 3 arguments"),
     ],
 )

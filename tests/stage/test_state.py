@@ -444,10 +444,24 @@ def test_a_damaged_part_is_named(entry):
     assert list(read_parts({PARTS: {"a": good}}, "file")) == ["a"]
 
 
-@pytest.mark.parametrize("part", [[4, 0], [-1, 4], [0], [0, 4, 8], ["0", 4], [0.0, 4], 8, {}], ids=str)
-def test_elements_of_a_part_are_from_one_number_to_another(part):
-    with pytest.raises(UserError, match="file: a: part: must be two numbers of elements, got "):
+PARTS_THAT_ARE_NONE = [[4, 0], [-1, 4], [0], [0, 4, 8], ["0", 4], [0.0, 4], 8, {}, [0, 3], [0, 10]]
+
+
+@pytest.mark.parametrize("part", PARTS_THAT_ARE_NONE, ids=str)
+def test_a_part_is_of_whole_rows(part):
+    with pytest.raises(UserError, match="file: part of a: cannot be understood: "):
         read_parts({PARTS: {"a": {"shape": [4, 2], "part": part}}}, "file")
+
+
+@pytest.mark.parametrize("shape", [[-4, -2], [4, 0], [], ["4", 2], 8], ids=str)
+def test_a_part_is_of_a_shape(shape):
+    with pytest.raises(UserError, match="file: part of a: cannot be understood: "):
+        read_parts({PARTS: {"a": {"shape": shape, "part": [0, 8]}}}, "file")
+
+
+def test_parts_are_an_object():
+    with pytest.raises(UserError, match="file: parts: must be an object, got "):
+        read_parts({PARTS: [1]}, "file")
 
 
 def test_of_an_optimizers_state_what_is_shaped_as_its_parameter_is_shaped_with_it():

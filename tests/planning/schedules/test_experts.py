@@ -267,8 +267,8 @@ def test_weights_halves_exchange_nothing_and_may_be_in_another_order():
             plan([4], 5),
             3,
             "jf7 jb7",
-            "jf6 jb7",
-            "rank 3 (stage 0), instruction 3, jb7: jf7 must come before it",
+            "jf6 jb6",
+            "rank 3 (stage 0), instruction 2, jf6: the microbatch would belong to another rank",
         ),
     ],
 )
