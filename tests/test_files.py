@@ -86,7 +86,7 @@ PROFILE = """\
   "why_whole": "",
   "versions": {"torch": "2.9.0"}
 }
-"""
+"""  # noqa: E501
 
 CLUSTER = """\
 {

@@ -37,7 +37,7 @@ from hybridpipe.model.recording.events import (
     line_of_forward,
 )
 from hybridpipe.model.recording.record import Record
-from hybridpipe.model.recording.watch import Watch, storage_of
+from hybridpipe.model.recording.watch import Watch, recording_now, storage_of
 from hybridpipe.model.rng import preserved_state, seed_generators
 from hybridpipe.model.tensors import tensors_in
 from hybridpipe.torch_private import FakeTensor, FakeTensorMode, pytree
@@ -117,7 +117,7 @@ class Recorder(TorchFunctionMode):
         given = Event("the inputs", None, spec, base, "", 0)
         inputs = [self._new(leaf, -1, given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         buffers = {path: dict(module._buffers) for path, module in self._model.named_modules()}
-        with self._intercepted(), _recording(), self:
+        with self._intercepted(), recording_now(), self:
             self.outputs = self._model(*args, **kwargs)
         self._refuse_python_draws("the end of the forward")
         self.carried.end()
@@ -465,23 +465,6 @@ class Recorder(TorchFunctionMode):
                 elif not f"{path}.".startswith(f"{maker}."):  # else the leaf module does so in every run
                     self.escapes[maker] = f"a tensor made inside becomes {weight}"
         return assigned
-
-
-_depth = [0]  # recordings under way
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    _depth[0] += 1
-    try:
-        yield
-    finally:
-        _depth[0] -= 1
-
-
-def is_recording() -> bool:
-    """Return True inside a forward that is recorded, perhaps on this rank alone; its values do not count."""
-    return _depth[0] > 0
 
 
 def _name_of(function: Any) -> str:
