@@ -18,14 +18,14 @@ def test_parameters_losses_and_evaluation_are_those_of_one_process(job, model):
 
 def test_replicas_that_share_the_update_of_the_rest(job):
     done = job(2, "experts.py", "--schedules", "1f1b,zero-bubble", "sequential", "8", "2z1")
-    assert done.stdout.count("parameters within") == 2 * OPTIMIZERS
+    assert done.stdout.count("parameters within") == 2
 
 
 @HUGGING_FACE
 @pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
 def test_models_of_transformers_say_themselves_what_their_experts_are(job, model):
     done = job(3, "experts.py", "--schedules", "1f1b", model, "4", "1-2", timeout_seconds=300)
-    assert done.stdout.count("parameters within") == OPTIMIZERS
+    assert done.stdout.count("parameters within") == 1
 
 
 def test_any_plan_goes_on_with_parts_of_experts(job, tmp_path):

@@ -2,7 +2,7 @@
 
 Usage: experts.py MODEL NUM_UPDATES PLAN... with a model of MODELS and plans such as 2, 1-2 or 2-2; a stage
 that has replicas splits its experts. In 2w-2 those of the first stage are whole; in 2z1 replicas shard the
-rest of the update. --schedules A,B tries these only. With --resume FOLDER each plan resumes from the one
+rest of the update. --schedules A,B tries these only, with Adam. With --resume FOLDER each plan resumes from the one
 before; --lazily makes models of functions and on the meta device; --precision compares with whole experts.
 """
 
@@ -314,16 +314,17 @@ def main() -> None:
     if case is not None:
         {"--lazily": check_lazily, "--precision": check_precision}[sys.argv[1]](case, sys.argv[3:])
         return
-    schedules = SCHEDULES
+    schedules, optimizers = SCHEDULES, OPTIMIZERS
     if sys.argv[1] == "--schedules":
         schedules = {each: SCHEDULES[each] for each in sys.argv.pop(2).split(",")}
+        optimizers = {"adam": OPTIMIZERS["adam"]}
         del sys.argv[1]
     if sys.argv[1] == "--resume":
         check_resumed(MODELS[sys.argv[3]], Path(sys.argv[2]), sys.argv[4:])
         return
     model, updates, *plans = sys.argv[1:]
     case, epochs = MODELS[model], int(updates) // -(-SAMPLES // MINIBATCH)
-    for name, factory in OPTIMIZERS.items():
+    for name, factory in optimizers.items():
         expected = reference(case, copy.deepcopy(factory), epochs)
         for plan in plans:
             for schedule, options in schedules.items():
