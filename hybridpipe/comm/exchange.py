@@ -21,12 +21,14 @@ class RowExchange:
     Args:
         replicas: communicator that nothing else uses.
         transport: waits.
+
+    Attributes:
+        bytes_sent: of rows to other ranks so far.
     """
 
     def __init__(self, replicas: WatchedComm, transport: MpiTransport) -> None:
         self._replicas, self._transport = replicas, transport
-        self.rank, self.size = replicas.rank, replicas.size
-        self.bytes_sent = 0
+        self.size, self.bytes_sent = replicas.size, 0
 
     def numbers(self, sent: Tensor) -> Tensor:
         """Return the numbers that each rank has for this one; shape (ranks, n), int64, on the CPU.
@@ -48,14 +50,15 @@ class RowExchange:
         """
         host = sent.detach().cpu().contiguous()
         theirs = torch.empty((sum(counts), *host.shape[1:]), dtype=host.dtype)
-        row = MPI.BYTE.Create_contiguous(host.element_size() * host.shape[1:].numel()).Commit()
+        row_bytes = host.element_size() * host.shape[1:].numel()
+        row = MPI.BYTE.Create_contiguous(row_bytes).Commit()
         request = self._replicas.Ialltoallv(
             [memory_of(_bytes(host)), (sent_counts, _begins(sent_counts)), row],
             [memory_of(_bytes(theirs)), (counts, _begins(counts)), row],
         )
         self._wait(request, (host, theirs), f"exchange of {len(host)} rows")
         row.Free()
-        self.bytes_sent += host.nbytes
+        self.bytes_sent += (len(host) - sent_counts[self._replicas.rank]) * row_bytes
         return theirs.to(sent.device)
 
     def _wait(self, request: MPI.Request, held: object, what: str) -> None:

@@ -69,6 +69,8 @@ class PlanOptions(PlanRequest):
             raise ValueError(f"source must be {', '.join(SOURCES)} or a .json file, got {self.source!r}")
         if self.memory is not None:
             memory_bytes("memory", self.memory)
+        if self.expert_plan is not None:
+            object.__setattr__(self, "expert_plan", _styles("expert_plan", self.expert_plan))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +261,14 @@ def read_given(plan: Plan | str | os.PathLike[str]) -> Plan | str:
         hint = suggest(plan, SOURCES)
         raise UserError(f"plan must be a Plan, the path of a plan.json or a name, got {plan!r}{hint}")
     return read_plan(path)
+
+
+def _styles(name: str, plan: object) -> dict[str, str]:
+    """Return a mapping from patterns of modules to styles; ValueError for anything else."""
+    words = [*plan, *plan.values()] if isinstance(plan, Mapping) else [None]
+    if not isinstance(plan, Mapping) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{name} must map patterns of modules to styles, got {plan!r}")
+    return dict(plan)
 
 
 def _set_integer(options: Any, name: str, least: int = -(2**63)) -> None:

@@ -144,9 +144,10 @@ class Executor:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of activations and gradients sent so far."""
+        """Bytes of activations and gradients sent so far, tokens of experts among them."""
         of_shared = 0 if self.shared is None else self.shared.bytes_sent
-        return of_shared + sum(each.bytes_sent for each in self.p2p)
+        of_experts = sum(stage.bytes_exchanged for stage in self.stages)
+        return of_shared + of_experts + sum(each.bytes_sent for each in self.p2p)
 
     @property
     def bytes_reduced(self) -> int:

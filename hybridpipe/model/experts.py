@@ -115,6 +115,11 @@ def _experts_at(model: nn.Module, path: str) -> Experts:
             f"expert plan: {path} must hold parameters with one part an expert, along the first dimension, "
             f"got {what}"
         )
+    if buffers := [name for name, _ in module.named_buffers()]:
+        raise ValueError(f"expert plan: {path} must have no buffers, got {buffers[0]}")
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(f"expert plan: {joined(path, name)} must have no hooks: register them later")
     return Experts(path, tuple(shapes), counts.pop())
 
 

@@ -20,6 +20,8 @@ from hybridpipe.planning.schedules.instructions import (
     BackwardWeight,
     Forward,
     Instruction,
+    JoinBackward,
+    JoinForward,
     Load,
     Products,
     ReceiveActivation,
@@ -32,7 +34,7 @@ from hybridpipe.planning.schedules.instructions import (
     parse,
 )
 
-COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight, Products, Step)
+COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight, JoinForward, JoinBackward, Products, Step)
 BACKWARDS = ("backward", "backward-input", "backward-weight", "products")  # whole, and its parts
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
 TRACE_FORMAT = "hybridpipe-trace/1"  # of files with Chrome traces; Perfetto ignores the field
@@ -339,6 +341,8 @@ _KINDS: dict[type, str] = {
     Backward: "backward",
     BackwardInput: "backward-input",
     BackwardWeight: "backward-weight",
+    JoinForward: "forward",
+    JoinBackward: "backward",
     Products: "products",
     Step: "step",
     AllReduce: "all-reduce",
@@ -352,6 +356,8 @@ _SPENT_ON: dict[type, str] = {
     Backward: "backward_seconds",
     BackwardInput: "backward_seconds",
     BackwardWeight: "backward_seconds",
+    JoinForward: "forward_seconds",
+    JoinBackward: "backward_seconds",
     Products: "backward_seconds",
     Step: "optimizer_seconds",
     AllReduce: "allreduce_seconds",

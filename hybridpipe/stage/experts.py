@@ -27,8 +27,8 @@ TRIED_TOKENS = 8
 class Exchange(Protocol):
     """Exchanges numbers and rows among the replicas of a stage (`comm.exchange`)."""
 
-    rank: int
     size: int
+    bytes_sent: int
 
     def numbers(self, sent: Tensor) -> Tensor:
         """Return the numbers that each replica has for this one."""
@@ -85,7 +85,7 @@ class SplitExperts:
     number = 0
 
     def __init__(self, path: str, module: nn.Module, count: int, exchange: Exchange) -> None:
-        self.path, self._module, self._count, self._exchange = path, module, count, exchange
+        self.path, self._module, self._count, self.exchange = path, module, count, exchange
         self._forward: Callable[..., Tensor] = module.forward
         names = list(inspect.signature(module.forward).parameters)
         if len(names) < 3:
@@ -137,10 +137,10 @@ class SplitExperts:
             rows, weights: one for each token and expert, by expert; None: there are none.
             counts: rows of each expert.
         """
-        size = self._exchange.size
+        size = self.exchange.size
         facts = self._facts(rows, weights)
         sent = torch.cat([facts.expand(size, -1), counts.view(size, -1)], 1).contiguous()
-        theirs = self._exchange.numbers(sent)
+        theirs = self.exchange.numbers(sent)
         known = self._agreed(theirs[:, :_NUM_FACTS])
         mine = theirs[:, _NUM_FACTS:]
         if rows is None or weights is None:
@@ -148,7 +148,7 @@ class SplitExperts:
             rows = torch.empty(0, width, dtype=KINDS[kind])
             weights = torch.empty(0, dtype=KINDS[kind_of_weights])
         tie = torch.empty(0, requires_grad=torch.is_grad_enabled())
-        route = _Route(self._exchange, counts.view(size, -1).sum(1).tolist(), mine.sum(1).tolist())
+        route = _Route(self.exchange, counts.view(size, -1).sum(1).tolist(), mine.sum(1).tolist())
         rows, weights = _Move.apply(route, 2, rows, weights, tie)  # type: ignore[no-untyped-call]
         experts = torch.arange(mine.shape[1]).repeat(size).repeat_interleave(mine.reshape(-1))
         made = self._forward(rows, experts.to(rows.device)[:, None], weights[:, None])

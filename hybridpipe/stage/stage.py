@@ -156,6 +156,11 @@ class Stage:
         return 0 if self._copies is None else self._copies.extra_bytes
 
     @property
+    def bytes_exchanged(self) -> int:
+        """Bytes of tokens sent to experts of other replicas so far, and of what is sent back."""
+        return self.experts[0].exchange.bytes_sent if self.experts else 0
+
+    @property
     def not_split(self) -> list[str]:
         """Trained modules whose weight gradients `backward_input` computes, such as "3.norm (LayerNorm)".
 

@@ -50,6 +50,12 @@ def test_every_field_is_a_keyword_but_the_plans_source():
         Trainer(None, loss=None, optimizer=None, minibatch_size=1, source="dp")
 
 
+@pytest.mark.parametrize("wrong", [["layers.*.experts"], {"layers.*.experts": 1}, "ep_dispatch_experts"])
+def test_a_plan_of_experts_maps_patterns_to_styles(wrong):
+    with pytest.raises(ValueError, match="expert_plan must map patterns of modules to styles, got "):
+        PlanOptions(expert_plan=wrong)
+
+
 def test_a_request_is_enough():
     assert options(PlanRequest(recompute=True)).plan == PlanOptions(recompute=True)
 

@@ -346,3 +346,14 @@ def test_whole_forms_are_those_of_the_model_before():
         assert (forms[key].shape, forms[key].dtype) == (value.shape, value.dtype)
         assert forms[key].is_meta == key.startswith(PATHS[1]) and not forms[key].requires_grad
         assert forms[key].is_meta or torch.equal(forms[key], value)
+
+
+def test_experts_with_buffers_or_hooks_are_refused():
+    """A buffer has no part that is known to be a rank's, and a hook would be left with the whole."""
+    model = Model()
+    model.layers[1].experts.register_buffer("scales", torch.ones(COUNT))
+    assert refused(model, PLAN) == "expert plan: layers.1.experts must have no buffers, got scales"
+    model = Model()
+    model.layers[0].experts.up.register_hook(lambda gradient: gradient)
+    told = "expert plan: layers.0.experts.up must have no hooks: register them later"
+    assert refused(model, PLAN) == told

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hybridpipe.model.held_part import HeldPart, part_of
 from hybridpipe.optim.shards import Shards
 from hybridpipe.optim.update import LearningRate, Update, UpdateRule
 from tests.engine.helpers import assert_same, in_threads, make_plan, one_process
@@ -406,6 +407,18 @@ def test_replicas_of_a_frozen_stage_have_no_update_to_shard():
     shards, rule = Shards(frozen, 0, (0, 1), None), UpdateRule(trained_only)
     assert rule.why_not_apart(nn.ParameterList(frozen), frozen, shards, has_all=True) is None
     assert rule.build(frozen, make_plan("2", 4, 2), 0, float, (), shards).optimizer is None
+
+
+def test_parts_of_experts_need_an_optimizer_that_updates_each_element_by_itself():
+    """Adafactor's scale is of a whole parameter, of which a replica has the first half."""
+    whole = nn.Parameter(torch.ones(4, 3, 2, dtype=torch.float64))
+    part = part_of(whole, whole.detach(), HeldPart.along_first(whole.shape, 0, 2))
+    told = "split experts need an optimizer that updates each element by itself: Adafactor updates a part"
+    model = nn.ParameterList([part])
+    assert UpdateRule(torch.optim.Adam).why_not_apart(model, [part], None, has_all=True) is None
+    why = UpdateRule(torch.optim.Adafactor).why_not_apart(model, [part], None, has_all=True)
+    assert why.startswith(told) and "set experts = false" in why
+    assert UpdateRule(torch.optim.Adafactor).why_not_apart(model, [whole], None, has_all=True) is None
 
 
 def test_scaling_and_clipping_reach_the_parts():

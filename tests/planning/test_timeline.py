@@ -176,6 +176,12 @@ def test_loading_is_no_computing():
     assert seen.parts(plan([1], 1)).idle_seconds == 3
 
 
+def test_a_join_is_computing_in_a_pass_of_others():
+    seen = timeline(r0="F0:0-1 jf2:1-3 B0:3-4 jb2:4-8")
+    spent = seen.spent(plan([1], 1))[0]
+    assert (spent.forward_seconds, spent.backward_seconds) == (3, 5)
+
+
 def test_computing_is_forwards_backwards_and_updates():
     seen = timeline(r0="F0:0-1 B0:1-3 step:3-7 sa0:7-20")
     assert seen.spent(plan([1], 1))[0].compute_seconds == 7

@@ -111,7 +111,7 @@ def together(replicas, function, *each) -> list:
         except threading.BrokenBarrierError:
             raise
         except Exception:
-            next(iter(split_experts_in(replica)))._exchange.barrier.abort()  # others need not wait
+            next(iter(split_experts_in(replica))).exchange.barrier.abort()  # others need not wait
             raise
 
     with ThreadPoolExecutor(len(replicas)) as pool:
@@ -202,7 +202,7 @@ def test_modules_follow_each_other(sizes):
     assert [each.number for each in split_experts_in(replicas[1])] == [0, 1, 2]
     for replica in replicas:
         for experts in split_experts_in(replica):
-            assert experts._exchange.calls == (["numbers", "rows", "rows", "rows"] * 3 + ["rows"] * 9)
+            assert experts.exchange.calls == (["numbers", "rows", "rows", "rows"] * 3 + ["rows"] * 9)
 
 
 @pytest.mark.parametrize("sizes", [(5, 4), (3, None), (0, 2)], ids=str)
@@ -342,7 +342,7 @@ OF_5_TOKENS = "indices and weights must have shape (5, k), for 5 tokens, got"
 )
 def test_calls_of_another_form_are_refused(args, told):
     experts = one_of_two(Mixed())
-    experts._exchange.barrier.abort()
+    experts.exchange.barrier.abort()
     if not told:
         with pytest.raises(threading.BrokenBarrierError):
             experts(*args)
@@ -350,7 +350,7 @@ def test_calls_of_another_form_are_refused(args, told):
     with pytest.raises(UserError) as raised:
         experts(*args)
     assert str(raised.value) == f"the experts layers.0.experts: {told}"
-    assert experts._exchange.calls == []
+    assert experts.exchange.calls == []
 
 
 def test_a_call_has_no_more_and_no_fewer_than_three_tensors():
@@ -429,7 +429,7 @@ def test_while_a_forward_is_recorded_nothing_is_exchanged(training):
     tokens = torch.ones(2, 2, WIDTH, dtype=torch.float64)
     record(Recorded(experts, seen), (tokens,), training=training)
     assert set(seen) == {(True, (2, 2, WIDTH), torch.float64)} and not is_recording()
-    assert experts.forward._exchange.calls == []
+    assert experts.forward.exchange.calls == []
 
 
 def test_a_recording_that_fails_ends():

@@ -2,8 +2,9 @@
 
 Usage: experts.py MODEL NUM_UPDATES PLAN... with a model of MODELS and plans such as 2, 1-2 or 2-2; a stage
 that has replicas splits its experts. In 2w-2 those of the first stage are whole; in 2z1 replicas shard the
-rest of the update. --schedules A,B tries these only, with Adam. With --resume FOLDER each plan resumes from the one
-before; --lazily makes models of functions and on the meta device; --precision compares with whole experts.
+rest of the update. --schedules A,B tries these only, with Adam. With --resume FOLDER each plan resumes from
+the one before; --lazily makes models of functions and on the meta device; --precision compares with whole
+experts.
 """
 
 import contextlib
