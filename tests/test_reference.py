@@ -125,6 +125,7 @@ def test_the_page_of_commands_names_every_option():
         profile.ModelProfile,
         profile.LayerProfile,
         profile.JoinedProducts,
+        profile.ExpertsProfile,
         profile.Measurement,
         cluster.Cluster,
         cluster.Level,

@@ -69,7 +69,8 @@ class Snapshot(NamedTuple):
         for file in self.files.values():
             for name, tensor in file.tensors.items():
                 kind, _, key = name.partition(".")
-                wanted = kind in ("optimizer", "part", "version") or (kind == "model" and key in self.learnt)
+                of_model = kind in ("model", "part") and key in self.learnt
+                wanted = kind in ("optimizer", "version") or of_model
                 found = not_finite(tensor) if wanted else None
                 if found is not None:
                     return f"after step {self.step} {name.removeprefix('model.')} is not finite: {found}"

@@ -27,7 +27,8 @@ class Communicators(NamedTuple):
         used: the ranks that the plan uses; None on the others.
         along: by the name of an axis of `Place`, the ranks whose places differ in it only, ordered by rank,
             so that Horovod's ring visits each host once; empty on an unused rank.
-        exchange: the rank's replicas once more, for tokens of experts; None where no stage splits some.
+        exchange: the rank's replicas once more, in the order of their numbers, for tokens of experts; None
+            where no stage splits some.
     """
 
     control: "WatchedComm"
@@ -83,11 +84,16 @@ def communicators(world: MPI.Comm, plan: Plan) -> Communicators:
 def _split(world: MPI.Comm, plan: Plan) -> Communicators:
     places = [plan.place(rank) for rank in range(world.size)]
 
-    def differing_in(*axes: str) -> WatchedComm | None:
-        """Return the ranks whose places differ in these axes at most; None on an unused rank."""
+    def differing_in(*axes: str, by_place: bool = False) -> WatchedComm | None:
+        """Return the ranks whose places differ in these axes at most; None on an unused rank.
+
+        Args:
+            by_place: they are ordered by replica, not by rank.
+        """
         rest = [place and place._replace(**dict.fromkeys(axes, 0)) for place in places]
-        own = rest[world.rank]
-        made = world.Split(color=MPI.UNDEFINED if own is None else rest.index(own), key=world.rank)
+        own, place = rest[world.rank], places[world.rank]
+        key = place.replica if by_place and place is not None else world.rank
+        made = world.Split(color=MPI.UNDEFINED if own is None else rest.index(own), key=key)
         return None if own is None else WatchedComm(made, world)
 
     along = {axis: differing_in(axis) for axis in AXES}
@@ -97,7 +103,7 @@ def _split(world: MPI.Comm, plan: Plan) -> Communicators:
         peers=world.Dup(),
         used=differing_in(*Place._fields),
         along={axis: made for axis, made in along.items() if made is not None},
-        exchange=differing_in("replica") if splits else None,
+        exchange=differing_in("replica", by_place=True) if splits else None,
     )
 
 

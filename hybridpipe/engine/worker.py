@@ -116,11 +116,11 @@ class Worker:
         if exchange is not None and self.place is not None and exchange.size > 1:
             mine = [each for each in experts if self.split.get(each.keys[0]) == self.place.stage]
             rows = RowExchange(exchange, self.transport)
-            try:
-                with failure.guard():
+            with failure.guard():
+                try:
                     split_experts(self.model, mine, self.plan, self.place, rows, numbers)
-            except UserError as error:
-                why = str(error)
+                except UserError as error:  # of the user's module, the same on all replicas
+                    why = str(error)
         if self.split:
             self._refuse(why)
             self._settle()  # records stay: they call what holds experts as a whole
@@ -524,6 +524,8 @@ class Worker:
             return
         if self.executor.sync is not None:
             self.executor.sync.close()
+        for experts in (each for stage in self.executor.stages for each in stage.experts):
+            experts.is_closed = True
         self.courier.close()
         self.transport.close()
         self.communicators.free()

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.measure.experts import CountedExperts, counting, profiles
 from hybridpipe.measure.observed import (
     LayerBytes,
     Observed,
@@ -30,13 +31,20 @@ from hybridpipe.measure.observed import (
 )
 from hybridpipe.measure.stopwatch import Lap, Stopwatch, Took
 from hybridpipe.model import tensors
+from hybridpipe.model.experts import Experts
 from hybridpipe.model.layers import Layers, layers_of, shared_parameters
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import Tree, map_tensors, norms
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.named import with_names
-from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
+from hybridpipe.planning.profile import (
+    ExpertsProfile,
+    JoinedProducts,
+    LayerProfile,
+    Measurement,
+    ModelProfile,
+)
 from hybridpipe.stage.recompute import copied
 from hybridpipe.stage.stage import Stage
 from hybridpipe.types import Agree, Loss, OptimizerFactory
@@ -87,6 +95,7 @@ class Rehearsal:
         loss: counted with the last layer.
         device: where the layers run; by default the CPU.
         each_kind: gradients and updates of one layer of each kind only, for a model larger than the memory.
+        experts: the modules of the model whose experts replicas may share.
     """
 
     def __init__(
@@ -97,8 +106,9 @@ class Rehearsal:
         loss: Loss,
         device: torch.device | None = None,
         each_kind: bool = False,
+        experts: Sequence[Experts] = (),
     ) -> None:
-        self._each_kind = each_kind
+        self._each_kind, self._model, self._experts = each_kind, layers.model, experts
         self.device = device or torch.device("cpu")
         alone, self.shared = layers.single(), shared_parameters(layers)
         self.why_whole = layers.why_whole
@@ -161,24 +171,28 @@ class Rehearsal:
             The profile, in seconds and bytes; a second is one of the clock, waiting for a processor included.
         """
         with self._running() as watch:
-            microbatches = [self._first(size) for size in sizes or (None,)]
+            first, *rest = sizes or (None,)
+            with counting(self._model, self._experts, watch) as counted:
+                microbatches = [self._first(first)]
+            microbatches += map(self._first, rest)
             which = stand_ins(self.stages, [each.layers for each in microbatches])
             stages, split_stages = ({i: of[i] for i in which} for of in (self.stages, self.split_stages))
             self._measured = stages, microbatches[0]
             samplers = [partial(_passes, stages, split_stages, each, watch) for each in microbatches]
             seconds = _typical(samplers, agree)
+            experts = self._profiles_of_experts(stages, microbatches[0], counted, which, watch)
             in_between = partial(_pass, stages, microbatches[0], watch)
             updated = stages if self._each_kind else dict(enumerate(self.stages))
             updates, state_bytes = _measure_updates(updated, optimizer, in_between, watch, agree)
-        first, *others = (
-            self._measurement(microbatch, took, updates, which)
+        measured, *others = (
+            self._measurement(microbatch, took, updates, which, _scaled(experts, microbatch, microbatches[0]))
             for microbatch, took in zip(microbatches, seconds, strict=True)
         )
         parameter_bytes = sum(map(trained_bytes, updated.values())) or 1
         copied_bytes = sum(stage.copied_bytes for stage in updated.values())
         return ModelProfile(
-            layers=first.layers,
-            samples=first.samples,
+            layers=measured.layers,
+            samples=measured.samples,
             others=tuple(others),
             device=str(self.device),
             dtype=_dtype(self.stages, self.inputs),
@@ -189,12 +203,28 @@ class Rehearsal:
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )
 
+    def _profiles_of_experts(
+        self,
+        stages: "_Stages",
+        microbatch: "_Microbatch",
+        counted: Sequence[CountedExperts],
+        which: Sequence[int],
+        watch: Stopwatch,
+    ) -> dict[int, ExpertsProfile]:
+        if not self._experts:
+            return {}
+        with counting(self._model, self._experts, watch) as timed:
+            took = _pass(stages, microbatch, watch)
+        forwards = {i: took["forward", i] for i in stages}
+        return profiles(self.stages, counted, timed, forwards, which, watch)
+
     def _measurement(
         self,
         microbatch: "_Microbatch",
         seconds: Mapping["_Figure", float],
         updates: Mapping[int, float],
         which: Sequence[int],
+        experts: Mapping[int, ExpertsProfile],
     ) -> Measurement:
         """Return the figures of all layers, each with the seconds of the layer that stands for it."""
         layers = []
@@ -211,7 +241,8 @@ class Rehearsal:
             )
             split, largest = microbatch.split_bytes[which[i]], largest_bytes(stage)
             seen = replace(layer, split_bytes=split, workspace_bytes=observed.workspace)
-            layers.append(replace(seen, largest_bytes=largest, frozen_bytes=frozen_bytes(stage)))
+            frozen = frozen_bytes(stage)
+            layers.append(replace(seen, largest_bytes=largest, frozen_bytes=frozen, experts=experts.get(i)))
         return Measurement(microbatch.num_samples, tuple(layers))
 
 
@@ -250,6 +281,14 @@ class _Microbatch:
     def num_samples(self) -> int:
         """Number of its samples."""
         return tensors.num_samples(inputs=self.inputs, targets=self.targets)
+
+
+def _scaled(
+    experts: Mapping[int, ExpertsProfile], microbatch: _Microbatch, measured: _Microbatch
+) -> dict[int, ExpertsProfile]:
+    """Return the experts with as many tokens as another microbatch has."""
+    factor = microbatch.num_samples / measured.num_samples
+    return {i: each.scaled(factor) for i, each in experts.items()}
 
 
 def _layer_profile(

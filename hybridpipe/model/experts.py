@@ -135,6 +135,11 @@ def split_by(
         ValueError: a stage has no experts to split, or replicas that do not divide their number.
     """
     found = {key: holders[key][0] for each in experts for key in each.keys}
+    for each in experts:
+        stages = holders[each.keys[0]]
+        if len(stages) > 1 and any(map(plan.splits_experts, stages)):
+            where = " and ".join(map(str, stages))
+            raise ValueError(f"the experts {each.path} must be in one stage to be split, got stages {where}")
     for s in filter(plan.splits_experts, range(plan.num_stages)):
         replicas = plan.replicas[s]
         mine = [each for each in experts if found[each.keys[0]] == s]
@@ -176,5 +181,5 @@ def hold_part(model: nn.Module, experts: Experts, index: int, count: int, number
 
 def _counts_experts(name: str) -> bool:
     """Return True if an attribute of this name is a number of experts, not of those that a token has."""
-    words = name.strip("_").split("_")
-    return words[-1] == "experts" and "per" not in words
+    words = set(name.strip("_").split("_"))
+    return "experts" in words and words <= {"n", "num", "local", "routed", "total", "experts"}

@@ -6,6 +6,7 @@ the first node.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
@@ -158,6 +159,7 @@ class Rings(NamedTuple):
     all_reduce: Ring
     reduce_scatter: Ring
     all_gather: Ring
+    all_to_all: Ring
 
     @property
     def may_scatter(self) -> bool:
@@ -362,7 +364,32 @@ class Cluster:
 
     def rings(self, ranks: Sequence[int]) -> Rings:
         """Return `ring` of every collective."""
-        return Rings(*(self.ring(ranks, each) for each in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER)))
+        return Rings(
+            all_reduce=self.ring(ranks, ALL_REDUCE),
+            reduce_scatter=self.ring(ranks, REDUCE_SCATTER),
+            all_gather=self.ring(ranks, ALL_GATHER),
+            all_to_all=self.all_to_all(ranks),
+        )
+
+    def all_to_all(self, ranks: Sequence[int]) -> Ring:
+        """Return the cost of an exchange in which each rank sends every rank, itself included, as much.
+
+        A rank's messages share its port, and those of the ranks of a unit the unit's link where that is
+        limited. Bytes are those that a rank has for all.
+        """
+        m = len(ranks)
+        latency = bytewise = 0.0
+        for rank in ranks:
+            others = [other for other in ranks if other != rank]
+            links = [self.levels[self.level_index(rank, other)] for other in others]
+            latency = max(latency, sum(link.latency_seconds for link in links))
+            bytewise = max(bytewise, sum(1 / (m * link.bandwidth) for link in links))
+        for index, level in enumerate(self.levels):
+            if level.shared_bandwidth is None:
+                continue
+            for inside in Counter(self.unit_below(index, rank) for rank in ranks).values():
+                bytewise = max(bytewise, inside * (m - inside) / m / level.shared_bandwidth)
+        return Ring(latency, bytewise)
 
     def occupied_seconds(self, num_bytes: Bytes, num_messages: int = 1) -> Bytes:
         """Return the least seconds that messages with `num_bytes` in all keep a rank from computing.

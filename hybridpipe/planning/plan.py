@@ -103,6 +103,7 @@ class Variant(NamedTuple):
     recompute: bool = False
     zero: int = 0
     scatter: bool = False
+    experts: bool = False
 
     @classmethod
     def of(cls, stage: StageSpec) -> "Variant":

@@ -51,6 +51,59 @@ class JoinedProducts:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsProfile:
+    """The experts of a layer, which the replicas of a stage may share (`StageSpec.experts`).
+
+    Args:
+        parameter_bytes: of their trained parameters, a part of the layer's.
+        share: the part of the layer's seconds that they take.
+        token_bytes: that a microbatch sends to all of them together, and that come back.
+        tokens: of the microbatch, for each expert of each module.
+        replicas: that share them. With several the layer's figures are those of one of these.
+    """
+
+    parameter_bytes: int
+    share: float
+    token_bytes: int
+    tokens: tuple[tuple[int, ...], ...]
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        positive_int("replicas", self.replicas)
+        non_negative_int("parameter_bytes", self.parameter_bytes)
+        non_negative_int("token_bytes", self.token_bytes)
+        non_negative("share", self.share)
+        if self.share > 1:
+            raise ValueError(f"share must be a finite number <= 1, got {self.share!r}")
+        if not self.tokens or not all(self.tokens):
+            raise ValueError("tokens must hold at least one expert of at least one module, got none")
+        for count in (count for of_module in self.tokens for count in of_module):
+            non_negative_int("tokens", count)
+
+    def scaled(self, factor: float) -> "ExpertsProfile":
+        """Return the experts of a microbatch of another size, whose tokens are dealt alike."""
+        return self if factor == 1 else replace(self, token_bytes=round(self.token_bytes * factor))
+
+    @property
+    def num_modules(self) -> int:
+        """The number of modules, each of which exchanges its tokens."""
+        return len(self.tokens)
+
+    def are_divided_by(self, replicas: int) -> bool:
+        """Return True if each replica gets as many experts of each module."""
+        return all(len(of_module) % replicas == 0 for of_module in self.tokens)
+
+    def imbalance(self, replicas: int) -> float:
+        """Return the tokens of the replica that gets most, over the mean of all; 1 without tokens."""
+        most = 0
+        for of_module in self.tokens:
+            size = len(of_module) // replicas
+            most += max(sum(of_module[i * size : (i + 1) * size]) for i in range(replicas))
+        total = sum(map(sum, self.tokens))
+        return most * replicas / total if total else 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerProfile:
     """One layer: the unit of the profile, the smallest thing that a cut can separate.
 
@@ -76,6 +129,7 @@ class LayerProfile:
             gradients. None: not measured, and nothing is counted.
         largest_bytes: the largest trainable parameter. None: all of them as one.
         frozen_bytes: parameters that are not trained, and buffers. None: not measured, and none are counted.
+        experts: those that replicas may share. None: there are none, or they were not measured.
     """
 
     name: str
@@ -94,6 +148,7 @@ class LayerProfile:
     workspace_bytes: int | None = None
     largest_bytes: int | None = None
     frozen_bytes: int | None = None
+    experts: ExpertsProfile | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "update_seconds", "accumulate_seconds"):
@@ -106,6 +161,11 @@ class LayerProfile:
         for name in ("weight_seconds", "input_seconds"):
             if getattr(self, name) is not None:
                 non_negative(name, getattr(self, name))
+        if self.experts is not None and self.experts.parameter_bytes > self.parameter_bytes:
+            raise ValueError(
+                f"experts.parameter_bytes must be <= parameter_bytes = {self.parameter_bytes}, "
+                f"got {self.experts.parameter_bytes}"
+            )
         parts = {"accumulate_seconds": self.accumulate_seconds}
         if self.input_seconds is None:
             parts["weight_seconds"] = self.weight_seconds or 0.0
@@ -167,6 +227,45 @@ class LayerProfile:
             return self.workspace_bytes
         rows = self.kept(schedule, num_microbatches)
         return self.workspace_bytes + (rows or self.largest_parameter_bytes)
+
+    def shared_by(self, replicas: int) -> "LayerProfile":
+        """Return the layer as one of several replicas has it that share its experts.
+
+        It takes as long as on the replica that gets most tokens; the tokens are those of all replicas, each
+        of which has as many.
+        """
+        if self.experts is None or replicas == 1:
+            return self
+        experts, part = self.experts, math.ceil(self.experts.parameter_bytes / replicas)
+        factor = 1 + experts.share * (experts.imbalance(replicas) - 1)
+        held = self.parameter_bytes - experts.parameter_bytes + part
+        joined = self.joined and replace(self.joined, backward_seconds=self.joined.backward_seconds * factor)
+        return replace(
+            self,
+            forward_seconds=self.forward_seconds * factor,
+            backward_seconds=self.backward_seconds * factor,
+            input_seconds=None if self.input_seconds is None else self.input_seconds * factor,
+            parameter_bytes=held,
+            update_seconds=self.update_seconds * (held / self.parameter_bytes if self.parameter_bytes else 1),
+            largest_bytes=None if self.largest_bytes is None else min(self.largest_bytes, held),
+            joined=joined,
+            experts=replace(experts, parameter_bytes=part, replicas=replicas),
+        )
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of trained parameters that no other replica has."""
+        return self.experts.parameter_bytes if self.experts and self.experts.replicas > 1 else 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of tokens that a microbatch sends to experts of all replicas."""
+        return self.experts.token_bytes if self.experts and self.experts.replicas > 1 else 0
+
+    @property
+    def num_exchanges(self) -> int:
+        """The modules whose tokens replicas exchange."""
+        return self.experts.num_modules if self.experts and self.experts.replicas > 1 else 0
 
     @property
     def largest_parameter_bytes(self) -> int:
@@ -299,6 +398,11 @@ class ModelProfile:
         return len(self.layers)
 
     @property
+    def has_experts(self) -> bool:
+        """True if replicas may share experts of some layer."""
+        return any(layer.experts is not None for layer in self.layers)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The measured sizes of the microbatch, smallest first."""
         return tuple(sorted((self.samples, *(other.samples for other in self.others))))
@@ -368,6 +472,7 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
             split_bytes=num_bytes(high.split_bytes),
             workspace_bytes=num_bytes(high.workspace_bytes),
             activation_bytes=round(high.activation_bytes * factor),
+            experts=high.experts and high.experts.scaled(factor),
         )
 
     return layer

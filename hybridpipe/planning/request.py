@@ -160,6 +160,13 @@ class PlanRequest:
         sharding = [(int(zero), scatter) for zero in zeros for scatter in (False, True)[: 1 + (zero != 0)]]
         return tuple(Variant(recompute, *each) for recompute in recomputing for each in sharding)
 
+    def ways(self, has_experts: bool) -> tuple[Variant, ...]:
+        """Return `variants`, and where the model has experts those in which replicas share them."""
+        if not has_experts or not self.traits.takes_experts or self.max_in_flight is not None:
+            return self.variants
+        sharing = (each._replace(experts=True) for each in self.variants if each.zero < 2)
+        return *self.variants, *sharing
+
     @property
     def leanest(self) -> Variant:
         """The variant that hardly ever needs more memory than another."""

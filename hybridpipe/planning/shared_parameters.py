@@ -5,10 +5,11 @@ gradients of each other group of ranks that holds a parameter, and receives them
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.profile import LayerProfile, ModelProfile
 
 
 class Peers(NamedTuple):
@@ -58,13 +59,39 @@ def exchange_of(
     return sent + [SharedMessage(each.source, own, num_bytes) for each, num_bytes in peers]
 
 
+def shares_experts(profile: ModelProfile, plan: Plan, stage: int) -> bool:
+    """True if a stage splits experts, has some, and its replicas divide them."""
+    spec = plan.stages[stage]
+    experts = [each.experts for each in profile.layers[spec.start : spec.stop] if each.experts is not None]
+    divide = all(each.are_divided_by(spec.replicas) for each in experts)
+    return plan.splits_experts(stage) and bool(experts) and divide
+
+
+def stage_layers(profile: ModelProfile, plan: Plan, stage: int) -> tuple[LayerProfile, ...]:
+    """Return the layers of a stage as one of its replicas has them."""
+    spec = plan.stages[stage]
+    layers = profile.layers[spec.start : spec.stop]
+    if not plan.splits_experts(stage) or not shares_experts(profile, plan, stage):
+        return layers
+    return tuple(layer.shared_by(spec.replicas) for layer in layers)
+
+
+def without_vain_experts(profile: ModelProfile, plan: Plan) -> Plan:
+    """Return the plan in which only those stages split experts that have some to split."""
+    wanted = [shares_experts(profile, plan, s) for s in range(plan.num_stages)]
+    if wanted == [stage.experts for stage in plan.stages]:
+        return plan
+    each = zip(plan.stages, wanted, strict=True)
+    return replace(plan, stages=tuple(replace(stage, experts=experts) for stage, experts in each))
+
+
 def counted_bytes(profile: ModelProfile, plan: Plan, stage: int) -> list[int]:
     """Return the bytes of parameters that each of a stage's layers adds to its rank.
 
     A shared parameter counts in the first layer of the rank that uses it.
     """
     start, stop = plan.stages[stage].start, plan.stages[stage].stop
-    counted = [layer.parameter_bytes for layer in profile.layers[start:stop]]
+    counted = [layer.parameter_bytes for layer in stage_layers(profile, plan, stage)]
     for shared in profile.shared:
         held = [i for i in shared.layers if _group(plan, i) == plan.group_of(stage)]
         for i in held[1:]:

@@ -18,10 +18,10 @@ from hybridpipe.model.recording import is_recording
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.report.words import counted
 
-KINDS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of hidden states and of weights
+_KINDS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of tokens and of weights
 _UNKNOWN = -1
-_NUM_FACTS = 4  # of a replica's tokens, which lead the counts: module, kind and width, kind of the weights
-TRIED_TOKENS = 8
+_NUM_FACTS = 5  # that lead the counts: module; kind and width of tokens, kind of weights, if there is a graph
+_TRIED_TOKENS = 8
 
 
 class Exchange(Protocol):
@@ -53,7 +53,7 @@ class _Route(NamedTuple):
 
 
 class _Move(torch.autograd.Function):
-    """Rows along a route; their gradients come back.
+    """Moves rows along a route, and their gradients back.
 
     The tensors behind the first `count` are not moved. They tie the graph together: a replica without tokens
     runs the backward of an exchange only if a path leads there from what it returns.
@@ -80,9 +80,13 @@ class SplitExperts:
 
     Attributes:
         number: of the module among those of its stage, in the order in which a forward calls them.
+        calls: what the present forward of the stage has called so far; None outside of one.
+        is_closed: the exchange has ended with its trainer.
     """
 
     number = 0
+    calls: list[int] | None = None
+    is_closed = False
 
     def __init__(self, path: str, module: nn.Module, count: int, exchange: Exchange) -> None:
         self.path, self._module, self._count, self.exchange = path, module, count, exchange
@@ -106,6 +110,7 @@ class SplitExperts:
             )
         if is_recording():  # no other rank is here
             return (tokens * weights.sum(1, keepdim=True).to(tokens.dtype)).reshape(hidden.shape)
+        self._note_call()
         by_expert = index.reshape(-1).argsort(stable=True)
         token = by_expert // index.shape[1]
         least, most = (int(each) for each in index.aminmax()) if index.numel() else (0, 0)
@@ -116,6 +121,19 @@ class SplitExperts:
         counts = torch.bincount(index.reshape(-1), minlength=self._count).cpu()
         made = self._by_all(tokens[token], weights.reshape(-1)[by_expert], counts)
         return torch.zeros_like(tokens).index_add(0, token, made.to(tokens.dtype)).reshape(hidden.shape)
+
+    def _note_call(self) -> None:
+        if self.is_closed:
+            raise UserError(
+                f"the experts {self.path}: this rank holds a part of them, and its trainer is closed: take "
+                "full_state_dict() before, and make the model anew"
+            )
+        if self.calls is None:
+            raise UserError(
+                f"the experts {self.path} are called outside of their stage's forward, as an activation "
+                "checkpoint does: let the stage recompute (recompute = true) in its place"
+            )
+        self.calls.append(self.number)
 
     def join(self) -> Tensor:
         """Compute other replicas' tokens without any of its own; return the graph, a tensor without rows."""
@@ -143,10 +161,22 @@ class SplitExperts:
         theirs = self.exchange.numbers(sent)
         known = self._agreed(theirs[:, :_NUM_FACTS])
         mine = theirs[:, _NUM_FACTS:]
+        _, kind, width, kind_of_weights, with_graph = known.tolist()
         if rows is None or weights is None:
-            _, kind, width, kind_of_weights = known.tolist()
-            rows = torch.empty(0, width, dtype=KINDS[kind])
-            weights = torch.empty(0, dtype=KINDS[kind_of_weights])
+            device = next(self._module.parameters()).device
+            rows = torch.empty(0, width, dtype=_KINDS[kind], device=device)
+            weights = torch.empty(0, dtype=_KINDS[kind_of_weights], device=device)
+        with torch.set_grad_enabled(bool(with_graph)):
+            return self._moved(rows, weights, counts, mine)
+
+    def _moved(self, rows: Tensor, weights: Tensor, counts: Tensor, mine: Tensor) -> Tensor:
+        """Return what each row's expert makes of it.
+
+        Args:
+            counts: rows that this replica sends to each expert.
+            mine: rows that each replica sends to the experts here, shape (replicas, experts).
+        """
+        size = self.exchange.size
         tie = torch.empty(0, requires_grad=torch.is_grad_enabled())
         route = _Route(self.exchange, counts.view(size, -1).sum(1).tolist(), mine.sum(1).tolist())
         rows, weights = _Move.apply(route, 2, rows, weights, tie)  # type: ignore[no-untyped-call]
@@ -157,9 +187,14 @@ class SplitExperts:
         return found
 
     def _facts(self, rows: Tensor | None, weights: Tensor | None) -> Tensor:
+        """Return the facts that lead the counts."""
         if rows is None or weights is None:
-            return torch.tensor([self.number, _UNKNOWN, _UNKNOWN, _UNKNOWN])
-        return torch.tensor([self.number, KINDS.index(rows.dtype), rows.shape[1], KINDS.index(weights.dtype)])
+            return torch.tensor([self.number, *[_UNKNOWN] * (_NUM_FACTS - 1)])
+        for each in (rows, weights):
+            if each.dtype not in _KINDS:
+                raise UserError(f"the experts {self.path}: tokens and weights must be real, got {each.dtype}")
+        kind, kind_of_weights = _KINDS.index(rows.dtype), _KINDS.index(weights.dtype)
+        return torch.tensor([self.number, kind, rows.shape[1], kind_of_weights, int(torch.is_grad_enabled())])
 
     def _agreed(self, facts: Tensor) -> Tensor:
         """Return the facts about the tokens, which all replicas that have some must say alike."""
@@ -167,8 +202,7 @@ class SplitExperts:
         if not ((facts == known) | (facts == _UNKNOWN)).all():
             raise UserError(
                 f"the experts {self.path}: replicas are in another module's exchange, or have other kinds of "
-                f"tokens: {facts.tolist()}; each module must be called once a forward, in the order in which "
-                "the model has them, and not inside an activation checkpoint (a stage's recompute does that)"
+                f"tokens: {facts.tolist()}"
             )
         return known
 
@@ -207,21 +241,28 @@ class SplitExperts:
     def _tried(self) -> tuple[Tensor, Tensor]:
         """Return what a few tokens become with two experts at once, and with one after the other."""
         parameter, numbers = next(self._module.parameters()), torch.Generator().manual_seed(1)
-        weights = torch.rand(TRIED_TOKENS, 2, generator=numbers).to(parameter)
-        index = torch.arange(2 * TRIED_TOKENS, device=parameter.device).view(-1, 2) % len(parameter)
+        weights = torch.rand(_TRIED_TOKENS, 2, generator=numbers).to(parameter)
+        index = torch.arange(2 * _TRIED_TOKENS, device=parameter.device).view(-1, 2) % len(parameter)
         error: Exception | None = None
         widths = (size for each in self._module.parameters() for size in each.shape[:0:-1])
         for width in dict.fromkeys(widths):
-            tokens = torch.randn(TRIED_TOKENS, width, generator=numbers).to(parameter)
+            tokens = torch.randn(_TRIED_TOKENS, width, generator=numbers).to(parameter)
             try:
-                together = self._forward(tokens, index, weights)
+                together = self._checked(tokens, index, weights)
                 first, second = (
-                    self._forward(tokens, index[:, i : i + 1], weights[:, i : i + 1]) for i in (0, 1)
+                    self._checked(tokens, index[:, i : i + 1], weights[:, i : i + 1]) for i in (0, 1)
                 )
+                self._checked(tokens[:0], index[:0, :1], weights[:0, :1])
                 return together, first + second
-            except (RuntimeError, ValueError, TypeError, IndexError) as mistake:  # of another width
-                error = mistake
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as mistake:
+                error = mistake  # perhaps the tokens have another width
         raise UserError(f"the experts {self.path} fail on a few tokens: {error}")
+
+    def _checked(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        made = self._forward(tokens, index, weights)
+        if not isinstance(made, Tensor) or (made.shape, made.dtype) != (tokens.shape, tokens.dtype):
+            raise TypeError(f"of {len(tokens)} tokens it must return a tensor of their shape and type")
+        return made
 
 
 @contextmanager
@@ -238,6 +279,32 @@ def _in_training(module: nn.Module) -> Iterator[None]:
 
 def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+@contextmanager
+def called_in_order(experts: Sequence[SplitExperts]) -> Iterator[None]:
+    """Check that the forward inside this context calls each of a stage's experts once, in their order.
+
+    A replica that joins does so.
+
+    Raises:
+        UserError: it calls others, or not all.
+    """
+    calls: list[int] = []
+    for each in experts:
+        each.calls = calls
+    try:
+        yield
+    finally:
+        for each in experts:
+            each.calls = None
+    if calls != list(range(len(experts))):
+        paths = ", ".join(each.path for each in experts)
+        made = ", ".join(experts[i].path for i in calls) or "none"
+        raise UserError(
+            f"a forward must call each of the modules whose experts are split once, in their order: {paths}; "
+            f"it called {made}"
+        )
 
 
 def split_experts_in(module: nn.Module) -> list[SplitExperts]:

@@ -16,7 +16,7 @@ from hybridpipe.model.rng import may_draw_from_python, seed_place
 from hybridpipe.model.stage_module import Seed, StageModule
 from hybridpipe.model.tensors import TensorTree, Tree, described, map_tensors, tensors_in, tensors_of
 from hybridpipe.stage.deferred_wgrad import Deferring
-from hybridpipe.stage.experts import split_experts_in
+from hybridpipe.stage.experts import called_in_order, split_experts_in
 from hybridpipe.stage.losses import MicrobatchLoss, computed
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.split_backward import WeightHalf
@@ -240,7 +240,9 @@ class Stage:
     def join_backward(self, slot: int) -> None:
         """Run the backward of `join_forward`, both halves of it."""
         _, later = self._backward(slot, ())
-        if later is not None:
+        if isinstance(later, WeightHalf):
+            self._finish(later)
+        elif later is not None:
             later.finish()
 
     def join_inference(self) -> None:
@@ -315,7 +317,10 @@ class Stage:
 
     def backward_weight(self, slot: int) -> None:
         """Run the other half of `backward`: parameter gradients add up in `.grad`."""
-        self._weight_halves.pop(slot).finish()
+        self._finish(self._weight_halves.pop(slot))
+
+    def _finish(self, half: WeightHalf) -> None:
+        half.finish()
         if self._copies is not None:
             self._copies.collect(self._copies.current())
 
@@ -419,7 +424,8 @@ class Stage:
 
     def _run_layers(self, received: Tree, inputs: Tree, seed: Seed, training: bool, form: int) -> Tree:
         try:
-            return self.layers.run(received, inputs, seed, training=training, form=form)
+            with called_in_order(self.experts):
+                return self.layers.run(received, inputs, seed, training=training, form=form)
         except Exception as error:
             error.add_note(f"in the forward with {_given(received, inputs)}")  # Python prints it below
             raise

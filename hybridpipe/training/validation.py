@@ -17,6 +17,7 @@ from hybridpipe import environment
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.data.source import Source
 from hybridpipe.errors import UserError, shown
+from hybridpipe.model.held_part import held_part
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.sequential import num_layers
 from hybridpipe.notices import notices
@@ -62,6 +63,12 @@ def check_trainable(
         ValueError: as `check_model`, `check_loss` and `check_precision`.
     """
     num_layers(model)
+    for name, parameter in model.named_parameters():
+        if held_part(parameter) is not None:
+            raise ValueError(
+                f"model: {name} is a part of experts, as an earlier Trainer has split them: make the model "
+                "again, and resume from a checkpoint"
+            )
     check_model(model, is_deferred)
     check_loss(loss, model)
     check_precision(precision, model)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hybridpipe.planning.cluster import Cluster, Collective, Level
 from hybridpipe.planning.plan import Variant
-from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
+from hybridpipe.planning.profile import ExpertsProfile, JoinedProducts, LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
 
@@ -30,7 +30,58 @@ class Reference:
         if schedule in ASYNCHRONOUS:
             sharing = [each for each in sharing if each[0] < 2]
         self.ways = [Variant(*each, *shared) for each, shared in itertools.product(zip(again), sharing)]
+        if any(one.experts for one in profile.layers) and schedule not in ASYNCHRONOUS:
+            self.ways += [way._replace(experts=True) for way in self.ways if way.zero < 2]
         self.load = self.machine_speed(profile.load) if cluster.compute_speeds else 1.0
+
+    def layers(self, start, stop, m, way):
+        """The layers as a replica has them; None where experts cannot be split as the way has them."""
+        layers = self.profile.layers[start:stop]
+        if not way.experts:
+            return layers
+        sizes = [len(tokens) for one in layers if one.experts for tokens in one.experts.tokens]
+        if not sizes or any(size % m for size in sizes):
+            return None
+        return [one if one.experts is None else self.part_of(one, m) for one in layers]
+
+    def part_of(self, one, m):
+        experts, most, total = one.experts, 0, 0
+        for tokens in experts.tokens:
+            parts = [
+                sum(tokens[i] for i in range(len(tokens)) if i * m // len(tokens) == r) for r in range(m)
+            ]
+            most, total = most + max(parts), total + sum(parts)
+        factor = 1 + experts.share * ((most * m / total if total else 1) - 1)
+        part = math.ceil(experts.parameter_bytes / m)
+        held = one.parameter_bytes - experts.parameter_bytes + part
+        joined = one.joined and replace(one.joined, backward_seconds=one.joined.backward_seconds * factor)
+        return replace(
+            one,
+            forward_seconds=one.forward_seconds * factor,
+            backward_seconds=one.backward_seconds * factor,
+            input_seconds=None if one.input_seconds is None else one.input_seconds * factor,
+            parameter_bytes=held,
+            largest_bytes=None if one.largest_bytes is None else min(one.largest_bytes, held),
+            update_seconds=one.update_seconds * (held / one.parameter_bytes if one.parameter_bytes else 1),
+            joined=joined,
+            experts=replace(experts, parameter_bytes=part, replicas=m),
+        )
+
+    def tokens(self, ranks, layers):
+        """Seconds of the exchanges of a microbatch: five calls a module, and tokens four times."""
+        m, calls = len(ranks), sum(len(one.experts.tokens) for one in layers if one.experts)
+        num_bytes = sum(one.experts.token_bytes for one in layers if one.experts)
+        latency = rate = 0.0
+        for a in ranks:
+            levels = [self.cluster.levels[self.crossed(a, b)] for b in ranks if b != a]
+            latency = max(latency, sum(level.latency_seconds for level in levels))
+            rate = max(rate, sum(1 / level.bandwidth for level in levels) / m)
+        for i, level in enumerate(self.cluster.levels):
+            below = self.cluster.levels[i - 1].ranks if i else 1
+            for unit in {rank // below for rank in ranks} if level.shared_bandwidth else ():
+                inside = sum(rank // below == unit for rank in ranks)
+                rate = max(rate, inside * (m - inside) / m / level.shared_bandwidth)
+        return 5 * calls * latency + 4 * num_bytes * rate
 
     def machine_speed(self, active):
         speeds = self.cluster.compute_speeds
@@ -138,15 +189,20 @@ class Reference:
         return sum(self.product_seconds(one, size) for size in self.products(one, n)[-1:])
 
     def fits(self, start, stop, m, stashes, memory, way):
-        layers, again, zero = self.profile.layers[start:stop], way.recompute, way.zero
+        layers, again, zero = self.layers(start, stop, m, way), way.recompute, way.zero
+        if layers is None:
+            return False
         weights = sum(one.parameter_bytes for one in layers)
-        state = weights * self.profile.state_factor / (m if zero else 1)
+        own = sum(one.experts.parameter_bytes for one in layers if one.experts) if way.experts else 0
+        state = ((weights - own) / (m if zero else 1) + own) * self.profile.state_factor
         gradients = weights
         if zero == 2:  # a share, and whole ones of three buckets
             bucket = max(2**21, *map(largest, layers))
             gradients = weights / m + min(weights, 3 * bucket)
         if way.scatter:  # the sums are new memory
-            gradients += (min(weights, 3 * max(2**21, *map(largest, layers))) if zero == 2 else weights) / m
+            gradients += (
+                min(weights, 3 * max(2**21, *map(largest, layers))) if zero == 2 else weights - own
+            ) / m
         peak = round(weights * (1 + self.profile.copied_factor) + state + gradients)
         if m > 1:  # Horovod's buffer, and MPI's room for a whole tensor or two parts of m
             buffer = min(weights, 2**21)
@@ -190,17 +246,22 @@ class Reference:
             cuts = (0, *inner, n)
             each = ((cuts[s], cuts[s + 1], len(placement[s]), stashes[s], limit[s]) for s in range(stages))
             fitting = [
-                [way for way in self.ways if stage[2] > 1 or not way.zero if self.fits(*stage, way)]
+                [
+                    way
+                    for way in self.ways
+                    if stage[2] > 1 or not (way.zero or way.experts)
+                    if self.fits(*stage, way)
+                ]
                 for stage in each
             ]
             for ways in itertools.product(*fitting):
-                best = min(best, self.seconds(cuts, list(map(len, placement)), speeds, rings, links, ways))
+                best = min(best, self.seconds(cuts, placement, speeds, rings, links, ways))
         return best
 
-    def seconds(self, cuts, replicas, speeds, rings, links, variants):
-        slowest, ways, after = 0.0, [], []
+    def seconds(self, cuts, placement, speeds, rings, links, variants):
+        slowest, ways, after, replicas = 0.0, [], [], list(map(len, placement))
         for s, m in enumerate(replicas):
-            layers = self.profile.layers[cuts[s] : cuts[s + 1]]
+            layers = self.layers(cuts[s], cuts[s + 1], m, variants[s])
             edges = [e for e in cuts[s : s + 2] if 0 < e < self.profile.num_layers]
             forward = sum(one.forward_seconds for one in layers) * self.load
             n, zero = self.per_update(m), variants[s].zero
@@ -221,6 +282,10 @@ class Reference:
                 for e in edges
             )
             w = (forward + backward + handling) / speeds[s]
+            reduced = weights
+            if variants[s].experts:
+                w += self.tokens(placement[s], layers)
+                reduced -= sum(one.experts.parameter_bytes for one in layers if one.experts)
             g = sum(self.weight_seconds(one, n) for one in layers) * self.load / speeds[s]
             hides = backward / speeds[s] + last
             if self.schedule == "zero-bubble":
@@ -229,11 +294,11 @@ class Reference:
                 returned = self.sizes(cuts[s])[1] * self.cluster.message_seconds_per_byte
                 hides += (self.cluster.message_seconds + returned) / speeds[s]
             start, per_byte = rings[s][variants[s].scatter]
-            a = start + per_byte * weights if weights else 0.0
+            a = start + per_byte * reduced if reduced else 0.0
             e = a - self.cluster.overlap * min(a, hides)
             u = sum(one.update_seconds for one in layers) * self.load / speeds[s]
             if zero:
-                u = u / m + (rings[s][2][0] + rings[s][2][1] * weights if weights else 0.0)
+                u = u / m + (rings[s][2][0] + rings[s][2][1] * reduced if reduced else 0.0)
             rounds = math.ceil(self.M / m) - 1
             between = rounds * e if zero == 2 else 0.0
             ways.append(w)
@@ -395,6 +460,29 @@ def sharded_instance(seed):
     factors = {"state_factor": draw.choice([1.0, 2.0]), "copied_factor": draw.choice([0.0, 0.5])}
     profile = replace(profile, layers=layers, **factors)
     return profile, cluster, options, range(num_ranks), max_replicas
+
+
+def experts_instance(seed):
+    """An instance with experts in some layers, under a limit or without one."""
+    make = random.Random(10**7 + seed).choice([random_instance, limited_instance])
+    profile, cluster, options, ranks, max_replicas = make(seed)
+    draw = random.Random(-(10**7) - seed)
+
+    def experts(one):
+        sizes = draw.choice([(), (2,), (4,), (4, 2), (6,)])
+        if not sizes:
+            return one
+        num_bytes = draw.randint(10**6, 10**7)
+        tokens = tuple(tuple(draw.randint(3, 9) for _ in range(size)) for size in sizes)
+        split = ExpertsProfile(draw.randint(0, num_bytes), draw.random(), draw.randint(0, 10**4), tokens)
+        return replace(one, parameter_bytes=num_bytes, experts=split)
+
+    zero = draw.choice([0, 0, "auto"]) if len(ranks) < 4 else 0
+    if options["schedule"] in ASYNCHRONOUS:
+        options |= {"schedule": "1f1b", "num_microbatches": draw.choice([1, 2, 3, 8, 17])}
+    profile = replace(profile, layers=tuple(map(experts, profile.layers)))
+    levels = tuple(replace(one, latency_seconds=one.latency_seconds / 100) for one in cluster.levels)
+    return profile, replace(cluster, levels=levels), options | {"zero": zero}, ranks, max_replicas
 
 
 def random_layer(draw, figure, name):

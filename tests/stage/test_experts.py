@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hybridpipe.errors import UserError
 from hybridpipe.model.experts import Experts, hold_part
 from hybridpipe.model.recording import Unsplittable, is_recording, record
-from hybridpipe.stage.experts import SplitExperts, split_experts_in
+from hybridpipe.stage.experts import SplitExperts, called_in_order, split_experts_in
 from tests.stage.helpers import Call
 
 COUNT, WIDTH = 4, 3
@@ -134,10 +135,16 @@ def factors(count: int) -> torch.Tensor:
     return torch.arange(1, count * WIDTH + 1, dtype=torch.float64).reshape(-1, WIDTH).cos()
 
 
+def forward(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """Run a forward as a stage does."""
+    with called_in_order(split_experts_in(model)):
+        return model(x)
+
+
 def train(model: nn.Sequential, x: torch.Tensor | None) -> torch.Tensor | None:
     """Run forward and backward, or join them; return the output."""
     if x is not None:
-        output = model(x)
+        output = forward(model, x)
         output.backward(factors(len(x)))
         return output.detach()
     outputs = [experts.join() for experts in split_experts_in(model)]
@@ -209,7 +216,7 @@ def test_modules_follow_each_other(sizes):
 def test_weights_of_less_precision_beside_tokens(sizes):
     check(mixtures(2, (), torch.float32), *sizes, tolerance=1e-6)
     replicas, tokens = split(whole := mixtures(2, (), torch.float32), 2), batches(4, 4)
-    for own, x in zip(together(replicas, lambda replica, x: replica(x), tokens), tokens, strict=True):
+    for own, x in zip(together(replicas, forward, tokens), tokens, strict=True):
         assert own.dtype == torch.float64
         close(own, whole(x))
 
@@ -220,7 +227,7 @@ def test_without_gradients(sizes):
 
     @torch.no_grad()
     def infer(replica, x):
-        return replica(x) if x is not None else [each.join() for each in split_experts_in(replica)]
+        return forward(replica, x) if x is not None else [each.join() for each in split_experts_in(replica)]
 
     for x, own in zip(tokens := batches(*sizes), together(split(whole, len(sizes)), infer, tokens)):
         if x is not None:
@@ -237,7 +244,8 @@ def test_tokens_in_batches_and_arguments_by_name():
     tokens = batches(4, 4)
 
     def run(replica, x):
-        return replica[0].experts(weights=weights, index=index, tokens=x.view(2, 2, WIDTH))
+        with called_in_order(split_experts_in(replica)):
+            return replica[0].experts(weights=weights, index=index, tokens=x.view(2, 2, WIDTH))
 
     for x, own in zip(tokens, together(replicas, run, tokens), strict=True):
         assert own.shape == (2, 2, WIDTH)
@@ -266,7 +274,9 @@ def test_parameters_without_a_token_get_a_gradient_of_zeros():
 
 def one_of_two(module: nn.Module) -> SplitExperts:
     """The first of two replicas; the other one never comes."""
-    return SplitExperts("layers.0.experts", module.double(), COUNT, exchanges(2)[0])
+    made = SplitExperts("layers.0.experts", module.double(), COUNT, exchanges(2)[0])
+    made.calls = []
+    return made
 
 
 def changed(forward) -> nn.Module:
@@ -372,6 +382,8 @@ def mistakes(replicas, function, *each) -> list[str]:
     """What each replica is told."""
 
     def run(replica, *args):
+        for experts in split_experts_in(replica):
+            experts.calls = []
         with pytest.raises(UserError) as raised:
             function(replica, *args)
         assert "\n" not in str(raised.value)
@@ -386,12 +398,11 @@ def test_replicas_in_different_modules_are_told_all():
     )
     for i, each in enumerate(told):
         assert each.startswith(f"the experts {i}.experts: replicas are in another module's exchange, or have")
-        assert "each module must be called once a forward" in each
 
 
 def test_who_joins_joins_all_modules_in_their_order():
     def run(replica, x):
-        return replica(x) if x is not None else split_experts_in(replica)[1].join()
+        return replica[0](x) if x is not None else split_experts_in(replica)[1].join()
 
     assert len(mistakes(split(mixtures(2, layers=2), 4), run, batches(3, None, 2, 1))) == 4
 
@@ -439,3 +450,61 @@ def test_a_recording_that_fails_ends():
     with pytest.raises(Unsplittable, match="recording fails: ZeroDivisionError"):
         record(Call(lambda x: fail()), torch.ones(2), training=True)
     assert not is_recording()
+
+
+# Calls that a replica without a microbatch would not know of
+
+
+def called(model: nn.Sequential, function) -> str:
+    """What a forward is told that calls experts otherwise than once each, in their order."""
+    with pytest.raises(UserError) as raised, called_in_order(split_experts_in(model)):
+        function(model)
+    return str(raised.value)
+
+
+def alone() -> nn.Sequential:
+    """A model of two mixtures whose replica is the only one."""
+    return split(mixtures(2, layers=2), 1)[0]
+
+
+def test_experts_are_called_once_each_in_their_order():
+    (x,) = batches(3)
+    told = "must call each of the modules whose experts are split once, in their order: 0.experts, 1.experts"
+    for function, paths in (
+        (lambda model: model[0](x), "0.experts"),
+        (lambda model: model[1](model[0](model[0](x))), "0.experts, 0.experts, 1.experts"),
+        (lambda model: model[0](model[1](x)), "1.experts, 0.experts"),
+        (lambda model: None, "none"),  # as where weights are used without calling the module
+    ):
+        assert called(alone(), function) == f"a forward {told}; it called {paths}"
+
+
+def test_an_activation_checkpoint_is_refused_in_its_first_backward():
+    model, (x,) = alone(), batches(3)
+    with called_in_order(split_experts_in(model)):
+        out = checkpoint(model, x, use_reentrant=False)
+    with pytest.raises(UserError, match="called outside of their stage's forward, as an activation check"):
+        out.sum().backward()
+
+
+def test_of_a_closed_trainer_no_experts_are_called():
+    model, (x,) = alone(), batches(3)
+    for experts in split_experts_in(model):
+        experts.is_closed = True
+    with pytest.raises(UserError, match="its trainer is closed: take full_state_dict"):
+        forward(model, x)
+
+
+@pytest.mark.parametrize("sizes", [(5, 4), (3, None), (None, 2, 0)], ids=str)
+def test_frozen_experts_may_run_without_a_graph(sizes):
+    """Who joins has no graph then either, so that nobody waits for a backward."""
+    replicas = split(mixtures(2), 4 if len(sizes) == 3 else 2)
+    given = [*batches(*sizes), *[None] * (len(replicas) - len(sizes))]
+
+    def run(replica, x):
+        if x is None:
+            return split_experts_in(replica)[0].join().requires_grad
+        with torch.no_grad():
+            return forward(replica, x).requires_grad
+
+    assert together(replicas, run, given) == [False] * len(replicas)

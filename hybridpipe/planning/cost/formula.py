@@ -65,10 +65,15 @@ from numpy.typing import NDArray
 from hybridpipe.planning.cluster import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Cluster, Ring
 from hybridpipe.planning.cost.links import Floats, Ints, cut_figures
 from hybridpipe.planning.plan import Place, Plan
-from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, in_flight, per_update
 from hybridpipe.planning.schedules.registry import TRAITS
-from hybridpipe.planning.shared_parameters import counted_bytes, exchange_of, exchanged_bytes
+from hybridpipe.planning.shared_parameters import (
+    counted_bytes,
+    exchange_of,
+    exchanged_bytes,
+    stage_layers,
+)
 
 # One bucket of gradients is reduced at a time, while the backward computes the next. Horovod fuses no more
 # than that (optim/gradient_sync.py). Smaller buckets start earlier, larger ones pay latency less often: 2 MiB
@@ -97,6 +102,10 @@ class StageCost:
         products_seconds: the deferred products of the last backward (`Plan.defers_wgrad`).
         exchanged: bytes of shared parameters' gradients that the rank exchanges in an update, with the group
             of ranks; only in the first stage that the rank holds.
+        token_bytes: of tokens that go to experts of all replicas in a forward, and come back; as many
+            gradients do in a backward.
+        num_exchanges: modules whose tokens are exchanged.
+        experts_share: the part of a pass that is the experts' work.
     """
 
     forward_seconds: float
@@ -108,6 +117,20 @@ class StageCost:
     weight_seconds: float = 0.0
     products_seconds: float = 0.0
     exchanged: tuple[tuple[int, int], ...] = ()
+    token_bytes: float = 0.0
+    num_exchanges: int = 0
+    experts_share: float = 0.0
+
+    def exchange_seconds(self, ring: Ring, backward: bool) -> float:
+        """Return the seconds of the exchanges of a microbatch's forward, or backward.
+
+        Counts of tokens go ahead in the forward. Tokens, or their gradients, go out and come back.
+
+        Args:
+            ring: of `Cluster.all_to_all` over the stage's replicas.
+        """
+        calls = self.num_exchanges * (2 if backward else 3)
+        return calls * ring.latency_seconds + 2 * self.token_bytes * ring.seconds_per_byte
 
 
 def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> tuple[StageCost, ...]:
@@ -141,7 +164,8 @@ def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
 def _stage_cost(profile: ModelProfile, plan: Plan, s: int, load_speed: float) -> StageCost:
     """Return the costs of a stage, without the exchange of shared parameters' gradients."""
     stage, schedule, zero = plan.stages[s], plan.schedule, plan.zero_of(s)
-    layers, counted = profile.layers[stage.start : stage.stop], counted_bytes(profile, plan, s)
+    layers, counted = stage_layers(profile, plan, s), counted_bytes(profile, plan, s)
+    reduced = [num_bytes - layer.own_bytes for layer, num_bytes in zip(layers, counted, strict=True)]
     rounds = per_update(schedule, plan.num_microbatches, stage.replicas)
     update = [
         layer.update_seconds * (num_bytes / layer.parameter_bytes if num_bytes < layer.parameter_bytes else 1)
@@ -160,10 +184,20 @@ def _stage_cost(profile: ModelProfile, plan: Plan, s: int, load_speed: float) ->
         update_seconds=sum(update) * load_speed / (stage.replicas if zero else 1),
         output_bytes=0.0 if plan.hands_over(s) else layers[-1].output_bytes,
         gradient_bytes=0.0 if plan.hands_over(s) else layers[-1].returned_bytes,
-        buckets=_buckets(counted, list(map(add, backward, products))),
+        buckets=_buckets(reduced, list(map(add, backward, products))),
         weight_seconds=sum(layer.weights_backward(rounds) for layer in layers) * load_speed,
         products_seconds=sum(products) * load_speed,
+        token_bytes=sum(layer.token_bytes for layer in layers),
+        num_exchanges=sum(layer.num_exchanges for layer in layers),
+        experts_share=_experts_share(layers),
     )
+
+
+def _experts_share(layers: Sequence[LayerProfile]) -> float:
+    """Return the part of a stage's forward that its experts take."""
+    each = [(layer.forward_seconds, layer.experts.share) for layer in layers if layer.experts is not None]
+    total = sum(layer.forward_seconds for layer in layers)
+    return sum(seconds * share for seconds, share in each) / total if total else 0.0
 
 
 def _buckets(counted: Sequence[int], seconds: Sequence[float]) -> tuple[GradientBucket, ...]:
@@ -247,6 +281,7 @@ def stage_terms(
     exchange: Floats,
     gather: Floats,
     reduces_each: NDArray[np.bool_] | bool,
+    tokens: Floats | float = 0.0,
 ) -> StageTerms[Floats]:
     """Return the terms of stages from their costs; all arrays broadcast against each other.
 
@@ -260,13 +295,14 @@ def stage_terms(
         exchange: seconds of the exchange of shared parameters' gradients.
         gather: seconds of the all-gather of weights.
         reduces_each: True where each microbatch has a reduction.
+        tokens: seconds of a microbatch's exchanges with the experts of other replicas.
     """
     products = products / speed
     inline = products * (is_first | (np.asarray(replicas) > 1))  # else they are deferred: `Plan.defers_wgrad`
     last = weight if TRAITS[schedule].splits_backward else backward + sending
     exposed = reduction - overlap * np.minimum(reduction, last / speed + inline)
     return StageTerms(
-        work / speed,
+        work / speed + tokens,
         weight / speed,
         reduction,
         exposed,
@@ -382,6 +418,14 @@ def plan_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Stag
         exchange=exchange_seconds(plan, costs, cluster),
         gather=np.array(list(map(Ring.seconds, gathering, gradients))) * (zeros > 0),
         reduces_each=zeros == 2,
+        tokens=np.array(
+            [
+                sum(cost.exchange_seconds(cluster.all_to_all(stage.ranks), way) for way in (False, True))
+                if cost.num_exchanges
+                else 0.0
+                for cost, stage in zip(costs, plan.stages, strict=True)
+            ]
+        ),
     )
 
 

@@ -7,6 +7,7 @@ Each layer counts its own copy of a shared parameter. Not known here: ranks, bey
 import math
 from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def may_be_faster(variant: Variant, other: Variant) -> bool:
     falls by at most f where its sum grows by f, and waits for gradients grow with the sum. An asynchronous
     schedule has no sum, but the work and the reduction are in one term of its maximum.
     """
-    return variant.recompute <= other.recompute and variant.zero > 0
+    return variant.recompute <= other.recompute and (variant.zero > 0 or variant.experts)
 
 
 def fastest(tables: Sequence[StageTable]) -> list[StageTable]:
@@ -143,11 +144,15 @@ class LayerCosts:
         forward = np.array([layer.forward_seconds for layer in layers]) * speed
         self.cluster, self.num_microbatches, self.request = cluster, num_microbatches, request
         self.state_factor, self.copied_factor = profile.state_factor, profile.copied_factor
-        self.variants = tuple(variants or request.variants)
+        self.variants = tuple(variants or request.ways(profile.has_experts))
         self._layers, self._speed, self.forward = layers, speed, forward
         self._of_update: dict[tuple[str, int], Floats] = {}
         self.update = np.array([layer.update_seconds for layer in layers]) * speed
         self.parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
+        self.own = np.array([layer.own_bytes for layer in layers], dtype=np.float64)
+        self.tokens = np.array([layer.token_bytes for layer in layers], dtype=np.float64)
+        self.exchanges = np.array([layer.num_exchanges for layer in layers], dtype=np.float64)
+        self._profile, self._shared_by = profile, dict[int, LayerCosts | None]()
         self.activations = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
         self.split = np.array([layer.split_bytes for layer in layers], dtype=np.float64)  # NaN: not known
         self.largest = np.array([layer.largest_parameter_bytes for layer in layers], dtype=np.float64)
@@ -191,13 +196,29 @@ class LayerCosts:
     def merged(self, edges: Ints) -> "LayerCosts":
         """Return the same with only these edges to cut at."""
         merged = copy(self)
-        merged.sums, merged._tables = {}, {}
-        for name in ("forward", "update", "parameters", "activations", "split"):
+        merged.sums, merged._tables, merged._shared_by = {}, {}, {}
+        for name in ("forward", "update", "parameters", "activations", "split", "own", "tokens", "exchanges"):
             setattr(merged, name, np.add.reduceat(getattr(self, name), edges[:-1]))
         merged.largest = np.maximum.reduceat(self.largest, edges[:-1])
         for name in ("output", "returned", "edges", "can_cut"):
             setattr(merged, name, getattr(self, name)[edges])
         return merged
+
+    def shared_by(self, replicas: int) -> "LayerCosts | None":
+        """Return the costs of layers as one of several replicas has them that share experts.
+
+        None where there are no experts, or replicas do not divide them.
+        """
+        if replicas not in self._shared_by:
+            experts = [layer.experts for layer in self._layers if layer.experts is not None]
+            made: LayerCosts | None = None
+            if experts and all(each.are_divided_by(replicas) for each in experts):
+                layers = tuple(layer.shared_by(replicas) for layer in self._layers)
+                profile = replace(self._profile, layers=layers)
+                whole = LayerCosts(profile, self.cluster, self.num_microbatches, self.request, self.variants)
+                made = whole if self.num_layers == len(layers) else whole.merged(self.edges)
+            self._shared_by[replicas] = made
+        return self._shared_by[replicas]
 
     def of_update(self, name: str, rounds: int) -> Floats:
         """Return the costs of layers on a rank that has `rounds` microbatches of an update, shape (layers,).
@@ -280,6 +301,15 @@ class LayerCosts:
     def _running(self, number: int, kind: StageKind, width: int) -> StageTable:
         """Return `stages` that all run one of the variants."""
         variant = self.variants[number]
+        if variant.experts and kind.replicas > 1:
+            costs = self.shared_by(kind.replicas)
+            if costs is not None:
+                return costs._running_as(number, variant._replace(experts=False), kind, width)
+            table = self._running_as(number, variant._replace(experts=False), kind, width)
+            return table._replace(pace=np.full_like(table.pace, math.inf))
+        return self._running_as(number, variant, kind, width)
+
+    def _running_as(self, number: int, variant: Variant, kind: StageKind, width: int) -> StageTable:
         terms = self._terms(kind, width, variant)
         summed, slowest = stage_parts(
             self.request.schedule,
@@ -319,6 +349,11 @@ class LayerCosts:
             backward = none if splits else self.between("backward", width, rounds)
             work = self.between("work", width, rounds)
         reducing = kind.rings.reduce_scatter if variant.scatter else kind.rings.all_reduce
+        reduced, tokens = parameters, none
+        if self.exchanges.any():
+            ring, reduced = kind.rings.all_to_all, parameters - self.between("own", width)
+            calls, num_bytes = self.between("exchanges", width), self.between("tokens", width)
+            tokens = 5 * calls * ring.latency_seconds + 4 * num_bytes * ring.seconds_per_byte
         return stage_terms(
             self.request.schedule,
             cluster.overlap,
@@ -331,10 +366,11 @@ class LayerCosts:
             products=self.between("products", width, rounds) if has_products else none,
             update=self.between("update", width) / (kind.replicas if zero else 1),
             sending=sending,
-            reduction=reducing.seconds(parameters),
+            reduction=reducing.seconds(reduced),
             exchange=none,  # not known before the other stages are; `estimate.estimate` has it
-            gather=kind.rings.all_gather.seconds(parameters) if zero else none,
+            gather=kind.rings.all_gather.seconds(reduced) if zero else none,
             reduces_each=zero == 2,
+            tokens=tokens,
         )
 
     def ports(self, replicas: int, width: int) -> Floats:
@@ -368,6 +404,7 @@ class LayerCosts:
             replicas=kind.replicas,
             workspace=self.workspace(width, rounds),
             largest=_most(self.largest, width),
+            own=self.between("own", width),
         )
         predicts = self.request.predicts_weights
         versions = self.request.traits.num_versions(kind.in_flight, predicts)

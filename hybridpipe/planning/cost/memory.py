@@ -39,7 +39,7 @@ from hybridpipe.planning.schedules.generators import (
     weights_numbers,
 )
 from hybridpipe.planning.schedules.instructions import Backward, BackwardInput, BackwardWeight, Forward, Step
-from hybridpipe.planning.shared_parameters import counted_bytes, exchanged_bytes
+from hybridpipe.planning.shared_parameters import counted_bytes, exchanged_bytes, stage_layers
 from hybridpipe.planning.timeline import TimedEvent, Timeline
 
 # Steps of a rank's memory over time: (seconds, bytes from then on), in order.
@@ -117,6 +117,7 @@ def stage_memory(
     replicas: Ints | int = 1,
     workspace: Floats | float = 0.0,
     largest: Floats | float = 0.0,
+    own: Floats | float = 0.0,
 ) -> StageMemory:
     """Return the memory of stages; all arrays, of bytes, broadcast against each other.
 
@@ -134,16 +135,23 @@ def stage_memory(
         scatters: they reduce by reduce-scatters, whose sums are new memory: a share of what is reduced.
         workspace: what passes have for a moment, beyond the stash (`workspace_bytes`).
         largest: the largest parameter.
+        own: parameters that no other replica has, whose update nobody shards.
     """
     updating, adding = (np.where(np.greater_equal(zero, least), replicas, 1) for least in (1, 2))
     whole = np.minimum(parameters, IN_FLIGHT_BUCKETS * np.maximum(largest, BUCKET_BYTES))
-    reduced = np.where(np.equal(zero, 2), whole, parameters)
+    reduced = np.where(np.equal(zero, 2), whole, parameters - own)
     gradients = parameters / adding + whole * np.equal(zero, 2)
     gradients = gradients + reduced / updating * (np.asarray(scatters) & np.greater(zero, 0))
     messages = 2 * (received + sent) + LOOK_AHEAD * np.maximum(received, sent)
     return StageMemory(
         parameters,
-        np.rint(parameters * (1 + copied_factor + state_factor / updating) + gradients) + kept + messages,
+        np.rint(
+            parameters * (1 + copied_factor + state_factor / updating)
+            + own * state_factor * (1 - 1 / updating)
+            + gradients
+        )
+        + kept
+        + messages,
         np.where(recompute, received, received + inside),
         np.where(recompute, inside, 0.0) + workspace,
         np.asarray(split, dtype=np.float64),
@@ -195,7 +203,7 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
     exchanged = exchanged_bytes(profile, plan) + [{}] * (plan.num_stages - plan.num_groups)  # once a rank
     for s in numbers:
         stage = plan.stages[s]
-        layers = profile.layers[stage.start : stage.stop]
+        layers = stage_layers(profile, plan, s)
         zero = plan.zero_of(s)
         shares = plan.hands_over(s - 1) and not plan.recomputes(s - 1)  # its input: the output kept there
         rounds = 1 if zero == 2 else per_update(plan.schedule, plan.num_microbatches, stage.replicas)
@@ -212,10 +220,11 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
                 stage.replicas,
                 workspace_bytes(layers, plan.schedule, rounds),
                 max(layer.largest_parameter_bytes for layer in layers),
+                sum(layer.own_bytes for layer in layers),
             )
         )
     parameters, inside, received, sent, kept, split, *others = np.array(rows, dtype=np.float64).T
-    zero, scatters, replicas, workspace, largest = others
+    zero, scatters, replicas, workspace, largest, own = others
     return stage_memory(
         parameters=parameters,
         inside=inside,
@@ -231,6 +240,7 @@ def _stages(profile: ModelProfile, plan: Plan, numbers: Sequence[int]) -> StageM
         replicas=replicas.astype(np.intp),
         workspace=workspace,
         largest=largest,
+        own=own,
     )
 
 

@@ -260,7 +260,7 @@ class _Search:
         spans_of_layers = zip(edges, edges[1:], ranks, strict=False)
         stages = (StageSpec(a, b, len(own), own) for a, b, own in spans_of_layers)
         given = self.request.plan(stages, self.num_microbatches)
-        plan = fitted(given, self.profile, self.cluster, self.request.variants)
+        plan = fitted(given, self.profile, self.cluster, self.request.ways(self.profile.has_experts))
         if plan is None:
             return False
         taken = plan.running([self.costs.variants[number] for number in variants]) if variants else plan

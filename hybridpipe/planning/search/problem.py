@@ -117,9 +117,10 @@ class Problem:
 
         Where replicas may shard their update, it is run the fastest way in any case.
         """
-        if self.request.zero == 0 and self.fits(plan):
+        ways = self.request.ways(self.profile.has_experts)
+        if self.request.zero == 0 and len(ways) == len(self.request.variants) and self.fits(plan):
             return self.timed(plan)
-        made = fitted(plan, self.profile, self.cluster, self.request.variants)
+        made = fitted(plan, self.profile, self.cluster, ways)
         return None if made is None else self.timed(made)
 
     def timed(self, plan: Plan) -> Plan:

@@ -26,7 +26,7 @@ from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import group_peaks
 from hybridpipe.planning.plan import Plan, Variant
 from hybridpipe.planning.profile import ModelProfile
-from hybridpipe.planning.shared_parameters import may_run
+from hybridpipe.planning.shared_parameters import may_run, without_vain_experts
 
 Choice = tuple[Variant, ...]  # of a rank's stages, by chunk
 MOST_CHOICES = 256  # of a rank's stages, of which all are looked at
@@ -49,7 +49,8 @@ def fitted(
     def made(choices: Sequence[Choice]) -> Plan:
         """Return the plan in which group g of ranks makes the choice `choices[g]`."""
         stages = range(plan.num_stages)
-        return plan.running([choices[plan.group_of(s)][plan.chunk_of(s)] for s in stages])
+        run = plan.running([choices[plan.group_of(s)][plan.chunk_of(s)] for s in stages])
+        return without_vain_experts(profile, run) if profile.has_experts else run
 
     simplest = made([every[0]] * plan.num_groups)
     has_rivals = max(plan.replicas) > 1 and any(any(map(may_be_faster, each, every[0])) for each in every[1:])

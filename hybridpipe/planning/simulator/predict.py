@@ -96,8 +96,6 @@ def predict(
 
 def _programs(plan: Plan, num_microbatches: int) -> Mapping[int, Program]:
     """Return the plan's programs. Its cuts change none, so short ones are kept for plans with others."""
-    if any(map(plan.splits_experts, range(plan.num_stages))):
-        raise ValueError("stages that split experts are not predicted yet")
     if num_microbatches * _instructions_per_microbatch(plan) > MOST_KEPT:
         return programs(plan, num_microbatches)
     stages = tuple(replace(stage, start=s, stop=s + 1) for s, stage in enumerate(plan.stages))

@@ -68,6 +68,9 @@ class Replicas:
         self, ranks: Sequence[int], costs: Sequence[StageCost], machines: Machines, reduction: str
     ) -> None:
         self.numbers = ranks
+        exchanges = any(cost.num_exchanges for cost in costs)
+        self.token_ring = machines.cluster.all_to_all(ranks) if exchanges else None
+        self.together: list[Callable[[], bool]] = []  # starts of a pass to which not all have come
         each = [cost.buckets if len(ranks) > 1 else () for cost in costs]  # by chunk
         self.buckets = [bucket for buckets in reversed(each) for bucket in buckets]
         self.first_bucket = [sum(map(len, each[chunk + 1 :])) for chunk in range(len(each))]

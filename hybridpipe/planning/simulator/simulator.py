@@ -24,6 +24,8 @@ from hybridpipe.planning.schedules.instructions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    JoinBackward,
+    JoinForward,
     Products,
     Program,
     ReceiveActivation,
@@ -91,6 +93,8 @@ class Simulation:
             Backward: self.backward,
             BackwardInput: self.backward_input,
             BackwardWeight: self.backward_weight,
+            JoinForward: self.join,
+            JoinBackward: self.join,
             Step: self.step,
             AllReduce: self.finish_reduction,
             ReduceScatter: self.finish_reduction,
@@ -159,17 +163,50 @@ class Simulation:
 
     def forward(self, rank: Rank, instruction: Forward) -> bool:
         """Compute the forward of a microbatch."""
-        return self.compute(rank, rank.costs[instruction.chunk].forward_seconds, self.finish, rank)
+        seconds = rank.costs[instruction.chunk].forward_seconds
+        return self.run_pass(
+            rank, seconds, False, lambda all_in: self.compute(rank, all_in, self.finish, rank)
+        )
 
     def backward(self, rank: Rank, instruction: Backward) -> bool:
         """Compute the backward of a microbatch."""
         seconds = rank.costs[instruction.chunk].backward_seconds
-        return self.weight_gradients(rank, instruction, seconds)
+        return self.run_pass(
+            rank, seconds, True, lambda all_in: self.weight_gradients(rank, instruction, all_in)
+        )
 
     def backward_input(self, rank: Rank, instruction: BackwardInput) -> bool:
         """Compute the inputs' half of a split backward."""
         cost = rank.costs[instruction.chunk]
-        return self.compute(rank, cost.backward_seconds - cost.weight_seconds, self.finish, rank)
+        seconds = cost.backward_seconds - cost.weight_seconds
+        return self.run_pass(
+            rank, seconds, True, lambda all_in: self.compute(rank, all_in, self.finish, rank)
+        )
+
+    def join(self, rank: Rank, instruction: JoinForward | JoinBackward) -> bool:
+        """Compute the tokens of other replicas in a pass for which the rank has no microbatch."""
+        cost, is_backward = rank.costs[instruction.chunk], isinstance(instruction, JoinBackward)
+        seconds = cost.experts_share * (cost.backward_seconds if is_backward else cost.forward_seconds)
+        return self.run_pass(
+            rank, seconds, is_backward, lambda all_in: self.compute(rank, all_in, self.finish, rank)
+        )
+
+    def run_pass(self, rank: Rank, seconds: float, is_backward: bool, start: Callable[[float], bool]) -> bool:
+        """Start a pass; replicas that exchange tokens start it together, and it takes the exchanges as well.
+
+        Args:
+            start: called with the seconds at full speed.
+        """
+        replicas = rank.replicas
+        if replicas.token_ring is None:
+            return start(seconds)
+        exchange = rank.costs[0].exchange_seconds(replicas.token_ring, is_backward)
+        replicas.together.append(lambda: start(seconds + exchange * rank.speed))
+        if len(replicas.together) == len(replicas.ranks):
+            starts, replicas.together = replicas.together, []
+            for each in starts:
+                each()
+        return False
 
     def backward_weight(self, rank: Rank, instruction: BackwardWeight) -> bool:
         """Compute the weights' half of a split backward."""

@@ -288,6 +288,19 @@ class Planner:
             experts=self._experts_of(plan),
         )
 
+    @cached_property
+    def _named_experts(self) -> Sequence[Experts]:
+        """The modules whose experts replicas may share; none where the model's own plan cannot be taken."""
+        given = self._request.expert_plan
+        try:
+            return experts_of(self._model, given)
+        except ValueError as error:
+            if given is not None:
+                raise
+            if self._world.rank == 0:
+                notices.tell(f"experts are not split: {error}")
+            return ()
+
     def _experts_of(self, plan: Plan) -> Sequence[Experts]:
         """Return the modules whose experts a plan splits, if it does; ValueError if it cannot."""
         if not any(map(plan.splits_experts, range(plan.num_stages))):
@@ -368,7 +381,8 @@ class Planner:
         with failure.guard():
             try:
                 each_kind = self.numbers is not None
-                rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device, each_kind)
+                experts = [each for each in self._named_experts if layers.calls_whole(each.path)]
+                rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device, each_kind, experts)
                 samples = minibatch.sizes[0]  # perhaps fewer than microbatch_size
                 sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
                 measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)

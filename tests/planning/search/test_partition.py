@@ -24,6 +24,7 @@ from hybridpipe.planning.search.variants import fitted
 from tests.planning.brute_force import (
     Reference,
     every_placement,
+    experts_instance,
     limited_instance,
     random_instance,
     sharded_instance,
@@ -63,6 +64,16 @@ def test_sharded_updates_equal_brute_force(batch):
         for plan in same_as_brute_force(*sharded_instance(seed), seed)[:1]:
             seen.update((plan.zero_of(s), plan.scatters(s)) for s in range(plan.num_stages))
     assert min(seen[1, True], seen[1, False], seen[0, False]) > 0, seen
+
+
+@pytest.mark.parametrize("batch", [0, *map(rare, range(1, 5))])
+def test_split_experts_equal_brute_force(batch):
+    """Over all cuts, placements, and choices of what splits its experts, by stage."""
+    seen = Counter()
+    for seed in range(batch, NUM_LIMITED, 5):
+        for plan in same_as_brute_force(*experts_instance(seed), seed)[:1]:
+            seen.update(stage.experts for stage in plan.stages if stage.replicas > 1)
+    assert min(seen[True], seen[False]) > 4, seen
 
 
 def same_as_brute_force(profile, cluster, options, ranks, max_replicas, seed):
