@@ -304,6 +304,7 @@ class Planner:
     def _experts_of(self, plan: Plan) -> Sequence[Experts]:
         """Return the modules whose experts a plan splits, if it does; ValueError if it cannot."""
         if not any(map(plan.splits_experts, range(plan.num_stages))):
+            _ = self._named_experts if self._request.expert_plan is not None else ()  # mistakes are told
             return ()
         experts, layers = experts_of(self._model, self._request.expert_plan), self.known_layers
         split = split_by(plan, experts, layers.holders(plan))
@@ -377,11 +378,11 @@ class Planner:
         with failure.guard():  # else the other ranks would wait for a failed one
             self._rule.naming(names).try_out([p for p in names if p.requires_grad][:1])
         self._suit_allocator(copy.model)
+        experts = [each for each in self._named_experts if layers.calls_whole(each.path)]
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         with failure.guard():
             try:
                 each_kind = self.numbers is not None
-                experts = [each for each in self._named_experts if layers.calls_whole(each.path)]
                 rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device, each_kind, experts)
                 samples = minibatch.sizes[0]  # perhaps fewer than microbatch_size
                 sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]

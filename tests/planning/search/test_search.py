@@ -13,7 +13,7 @@ from hybridpipe.planning.cost.estimate import estimate, estimates
 from hybridpipe.planning.cost.formula import stage_costs
 from hybridpipe.planning.cost.memory import peak_memory_bytes
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
-from hybridpipe.planning.profile import Measurement, ModelProfile
+from hybridpipe.planning.profile import ExpertsProfile, Measurement, ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.registry import SYNCHRONOUS
 from hybridpipe.planning.search import search as search_module
@@ -506,3 +506,16 @@ def test_no_plan_is_simulated_twice_to_its_end(monkeypatch):
     monkeypatch.setattr(search_module, "predict", counted)
     search(convolutional(6, 1), Cluster.flat(6, 1e8, 1e-4), 12)
     assert len(ends) > 10 and max(ends.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "bandwidth, memory, splits", [(1e7, None, True), (1e9, None, False), (1e9, 6 * 10**8, True)]
+)
+def test_experts_are_split_where_their_all_reduce_is_slow_or_memory_is_short(bandwidth, memory, splits):
+    """Tokens are uneven, so that a pass takes longer where each replica has its own experts."""
+    experts = ExpertsProfile(9 * 10**7, 0.6, 20_000, ((5, 4, 6, 5),))
+    small = layer(1, 2, 10**6, 10_000, 100_000)
+    mixture = replace(layer(2, 4, 10**8, 10_000, 100_000), experts=experts)
+    cluster = replace(Cluster.flat(4, bandwidth, 1e-4), memory_bytes=memory)
+    best, *_ = search(model(small, mixture, mixture, small, state_factor=2.0), cluster, 8)
+    assert (best.plan.name, best.plan.stages[0].experts) == ("4", splits)

@@ -1,0 +1,43 @@
+"""What is measured of experts: tokens of each, their bytes, and the part of a layer's time."""
+
+import torch
+from torch import nn
+
+from hybridpipe.measure.layers import Rehearsal
+from hybridpipe.model.experts import experts_of
+from hybridpipe.model.layers import layers_of
+from tests.mpi.programs.experts import EXPERTS, MODELS, WIDTH
+
+SAMPLES = 6
+
+
+def test_experts_of_a_recorded_model_are_counted_where_they_are():
+    case = MODELS["recorded"]
+    model, (inputs, targets) = case.model(), case.batch(0, SAMPLES)
+    experts = experts_of(model, dict(case.expert_plan))
+    layers = layers_of(model, inputs, case.loss, targets).copied()
+    found = Rehearsal(layers, inputs, targets, case.loss, experts=experts).measure(sizes=[SAMPLES, 3])
+    profiles = {layer.name: layer.experts for layer in found.layers if layer.experts is not None}
+    assert list(profiles) == ["layers.1.experts", "layers.2.experts"]
+    numbers_of_8_bytes = 8 * sum(p.numel() for p in model.layers[1].experts.parameters())
+    for each, k in zip(profiles.values(), (2, 1), strict=True):
+        (tokens,) = each.tokens
+        assert (len(tokens), sum(tokens)) == (EXPERTS, SAMPLES * k)
+        assert each.token_bytes == SAMPLES * k * 8 * (WIDTH + 1)
+        assert (each.parameter_bytes, each.replicas) == (numbers_of_8_bytes, 1)
+        assert 0 < each.share <= 1
+    (halved,) = found.others
+    assert halved.layers[2].experts.token_bytes == SAMPLES * 2 * 8 * (WIDTH + 1) // 2
+    counted = [torch.bincount(_chosen(model, i, inputs), minlength=EXPERTS).tolist() for i in (1, 2)]
+    assert [list(each.tokens[0]) for each in profiles.values()] == counted
+    assert all("forward" not in vars(module) for module in layers.model.modules())
+
+
+def _chosen(model: nn.Module, layer: int, inputs: torch.Tensor) -> torch.Tensor:
+    """The experts that a mixture's tokens go to."""
+    chosen: list[torch.Tensor] = []
+    experts = model.layers[layer].experts
+    hook = experts.register_forward_pre_hook(lambda module, given: chosen.append(given[1].reshape(-1)))
+    model(inputs)
+    hook.remove()
+    return chosen[0]
