@@ -288,9 +288,8 @@ class Planner:
             experts=self._experts_of(plan),
         )
 
-    @cached_property
     def _named_experts(self) -> Sequence[Experts]:
-        """The modules whose experts replicas may share; none where the model's own plan cannot be taken."""
+        """Return the modules whose experts replicas may share; none where the model's own plan fails."""
         given = self._request.expert_plan
         try:
             return experts_of(self._model, given)
@@ -304,7 +303,8 @@ class Planner:
     def _experts_of(self, plan: Plan) -> Sequence[Experts]:
         """Return the modules whose experts a plan splits, if it does; ValueError if it cannot."""
         if not any(map(plan.splits_experts, range(plan.num_stages))):
-            _ = self._named_experts if self._request.expert_plan is not None else ()  # mistakes are told
+            if self._request.expert_plan is not None:
+                self._named_experts()  # a mistake in it is told at once
             return ()
         experts, layers = experts_of(self._model, self._request.expert_plan), self.known_layers
         split = split_by(plan, experts, layers.holders(plan))
@@ -378,7 +378,7 @@ class Planner:
         with failure.guard():  # else the other ranks would wait for a failed one
             self._rule.naming(names).try_out([p for p in names if p.requires_grad][:1])
         self._suit_allocator(copy.model)
-        experts = [each for each in self._named_experts if layers.calls_whole(each.path)]
+        experts = [each for each in self._named_experts() if layers.calls_whole(each.path)]
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         with failure.guard():
             try:
