@@ -424,7 +424,7 @@ class Stage:
 
     def _run_layers(self, received: Tree, inputs: Tree, seed: Seed, training: bool, form: int) -> Tree:
         try:
-            with called_in_order(self.experts):
+            with called_in_order(self.experts) if self.experts else nullcontext():
                 return self.layers.run(received, inputs, seed, training=training, form=form)
         except Exception as error:
             error.add_note(f"in the forward with {_given(received, inputs)}")  # Python prints it below
