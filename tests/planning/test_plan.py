@@ -8,8 +8,7 @@ from hybridpipe.errors import UserError
 from hybridpipe.files import read_plan, write_json
 from hybridpipe.planning.checks import MAX_RANKS
 from hybridpipe.planning.plan import Place, Plan, Prediction, StageSpec, Variant
-from hybridpipe.planning.simulator.predict import predict
-from tests.planning.helpers import free, layer, model, plan
+from tests.planning.helpers import plan
 
 
 def stages(*edges_and_replicas: tuple[int, int, int]) -> tuple[StageSpec, ...]:
@@ -277,10 +276,12 @@ def test_one_replica_may_say_that_it_splits_experts_under_any_schedule(schedule,
     assert not splitting([1, 1], 1, zero=2).splits_experts(1)
 
 
-def test_stages_that_run_otherwise_split_experts_as_before():
-    made = splitting([2, 1], 4).running([Variant(recompute=True, zero=1), Variant()])
-    assert [stage.experts for stage in made.stages] == [True, True]
+def test_the_way_to_run_a_stage_says_if_it_splits_experts():
+    split = Variant(recompute=True, zero=1, experts=True)
+    made = splitting([2, 2], 4).running([split, Variant()])
+    assert [stage.experts for stage in made.stages] == [True, False]
     assert made.recomputes(0) and made.zero_of(0) == 1 and made.splits_experts(0)
+    assert [*map(Variant.of, made.stages)] == [split, Variant()]
 
 
 def test_split_experts_are_in_a_plans_file(tmp_path):
@@ -292,14 +293,6 @@ def test_split_experts_are_in_a_plans_file(tmp_path):
     path.write_text(text.replace('"experts": true', '"experts": 1'))
     with pytest.raises(UserError, match=r"plan.json: stages\[0\].experts: must be"):
         read_plan(path)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
-def test_stages_that_split_experts_are_not_predicted(schedule):
-    layers = model(layer(), layer())
-    with pytest.raises(ValueError, match="stages that split experts are not predicted yet"):
-        predict(splitting([1, 2], 4, schedule), layers, free(3))
-    predict(splitting([1, 1], 4, schedule), layers, free(3))
 
 
 def test_data_parallelism_is_the_plan_with_one_stage():
