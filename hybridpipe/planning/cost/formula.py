@@ -9,7 +9,8 @@ synchronous minibatch of M microbatches the formula is
       max over cuts   x after the first                  its busiest link, or
       max over stages (ceil(M/m) / h - 1) s              its longest wait for gradients
 
-    w   forward, backward and handling of messages of one microbatch: f + b + h
+    w   forward, backward and handling of messages of one microbatch: f + b + h, and where replicas split
+        experts the exchanges of tokens
     e   the part of the reduction that is hidden neither by the backward nor by the handling of the gradient
         sent after it
     u   the optimizer's step, the exchange of shared parameters' gradients, the all-gather of weights, and the
@@ -231,7 +232,7 @@ class StageTerms(Generic[Seconds]):
     """Seconds of many stages, each at the speed of its slowest rank; arrays that broadcast.
 
     Args:
-        work: a microbatch's forward, backward and handling of messages.
+        work: a microbatch's forward, backward, handling of messages and exchanges of tokens.
         weight: the part of `work` that computes the weights' gradients.
         reduction: one reduction, alone on its links.
         exposed: the part of `reduction` that nothing hides.

@@ -10,8 +10,9 @@ schedule has one version of the weights. PipeDream has one for each microbatch i
 counts as large as the parameters, also where precision keeps the half of it. With recomputation a microbatch
 keeps only its input until its backward begins (GPipe, Huang et al. 2019, section 2.3). Replicas may shard the
 optimizer's state and the gradients (`StageSpec.zero`); of whole gradients there are then those of a few
-buckets. Where backwards are split, a microbatch keeps until the weights' half what gradients of weights are
-computed from, where the profile says so (`LayerProfile.split_bytes`), or else its stash.
+buckets. Of experts that replicas share, each has its part (`LayerProfile.shared_by`). Where backwards are
+split, a microbatch keeps until the weights' half what gradients of weights are computed from, where the
+profile says so (`LayerProfile.split_bytes`), or else its stash.
 
 A start takes no more: while a rank makes or loads its weights, it has one parameter besides, no gradients.
 """

@@ -5,9 +5,9 @@ wherever they share one. This file decides which instruction starts which job, a
 send ends when the message is handed over, and a receive when it has arrived and was taken. A reduction ends
 when all buckets are summed, one after the other, each started when the last backward of every replica has
 filled it, and gradients of shared parameters are exchanged. An all-gather of weights starts when all replicas
-have come to it. Deferred products are computed in the last
-backward, or before the all-reduce (`Plan.defers_wgrad`). Where a rank holds several stages, the buckets of
-the last come first, as its gradients are ready first.
+have come to it. Replicas that split experts begin each pass together. Deferred products are computed in the
+last backward, or before the all-reduce (`Plan.defers_wgrad`). Where a rank holds several stages, the buckets
+of the last come first, as its gradients are ready first.
 """
 
 from collections import Counter
