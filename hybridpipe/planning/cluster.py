@@ -378,18 +378,18 @@ class Cluster:
         limited. Bytes are those that a rank has for all.
         """
         m = len(ranks)
-        latency = bytewise = 0.0
-        for rank in ranks:
-            others = [other for other in ranks if other != rank]
-            links = [self.levels[self.level_index(rank, other)] for other in others]
-            latency = max(latency, sum(link.latency_seconds for link in links))
-            bytewise = max(bytewise, sum(1 / (m * link.bandwidth) for link in links))
+        latency, bytewise, slowest = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0), 0.0
         for index, level in enumerate(self.levels):
-            if level.shared_bandwidth is None:
-                continue
-            for inside in Counter(self.unit_below(index, rank) for rank in ranks).values():
-                bytewise = max(bytewise, inside * (m - inside) / m / level.shared_bandwidth)
-        return Ring(latency, bytewise)
+            inside = Counter(self.unit_below(index, rank) for rank in ranks)
+            around = Counter(rank // level.ranks for rank in ranks)
+            for rank in ranks:
+                over_it = around[rank // level.ranks] - inside[self.unit_below(index, rank)]
+                latency[rank] += over_it * level.latency_seconds
+                bytewise[rank] += over_it / m / level.bandwidth
+            if level.shared_bandwidth is not None:
+                shared = max(count * (m - count) for count in inside.values())
+                slowest = max(slowest, shared / m / level.shared_bandwidth)
+        return Ring(max(latency.values()), max(slowest, *bytewise.values()))
 
     def occupied_seconds(self, num_bytes: Bytes, num_messages: int = 1) -> Bytes:
         """Return the least seconds that messages with `num_bytes` in all keep a rank from computing.

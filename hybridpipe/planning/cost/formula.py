@@ -122,16 +122,21 @@ class StageCost:
     num_exchanges: int = 0
     experts_share: float = 0.0
 
-    def exchange_seconds(self, ring: Ring, backward: bool) -> float:
-        """Return the seconds of the exchanges of a microbatch's forward, or backward.
 
-        Counts of tokens go ahead in the forward. Tokens, or their gradients, go out and come back.
+# Exchanges of a module whose experts replicas share: counts go ahead in the forward, then tokens, or their
+# gradients, go out and come back.
+FORWARD_CALLS, BACKWARD_CALLS = 3, 2
 
-        Args:
-            ring: of `Cluster.all_to_all` over the stage's replicas.
-        """
-        calls = self.num_exchanges * (2 if backward else 3)
-        return calls * ring.latency_seconds + 2 * self.token_bytes * ring.seconds_per_byte
+
+def token_seconds(ring: Ring, num_exchanges: Any, token_bytes: Any, calls: int) -> Any:
+    """Return the seconds in which a microbatch's pass exchanges tokens, of one stage or of many.
+
+    Args:
+        ring: of `Cluster.all_to_all` over the stage's replicas.
+        num_exchanges, token_bytes: of `StageCost`.
+        calls: FORWARD_CALLS or BACKWARD_CALLS.
+    """
+    return calls * num_exchanges * ring.latency_seconds + 2 * token_bytes * ring.seconds_per_byte
 
 
 def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> tuple[StageCost, ...]:
@@ -421,13 +426,17 @@ def plan_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Stag
         reduces_each=zeros == 2,
         tokens=np.array(
             [
-                sum(cost.exchange_seconds(cluster.all_to_all(stage.ranks), way) for way in (False, True))
-                if cost.num_exchanges
-                else 0.0
+                _tokens(cost, cluster.all_to_all(stage.ranks))
                 for cost, stage in zip(costs, plan.stages, strict=True)
             ]
         ),
     )
+
+
+def _tokens(cost: StageCost, ring: Ring) -> float:
+    """Return the seconds in which a microbatch exchanges tokens."""
+    ways = (FORWARD_CALLS, BACKWARD_CALLS)
+    return float(sum(token_seconds(ring, cost.num_exchanges, cost.token_bytes, calls) for calls in ways))
 
 
 def reduction_of(plan: Plan, stage: int) -> str:

@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster, Rings
 from hybridpipe.planning.cost.formula import (
+    BACKWARD_CALLS,
+    FORWARD_CALLS,
     StageTerms,
     measured_speed,
     port_seconds,
     stage_parts,
     stage_terms,
+    token_seconds,
 )
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import stage_memory
@@ -352,8 +355,9 @@ class LayerCosts:
         reduced, tokens = parameters, none
         if self.exchanges.any():
             ring, reduced = kind.rings.all_to_all, parameters - self.between("own", width)
-            calls, num_bytes = self.between("exchanges", width), self.between("tokens", width)
-            tokens = 5 * calls * ring.latency_seconds + 4 * num_bytes * ring.seconds_per_byte
+            exchanges, num_bytes = self.between("exchanges", width), self.between("tokens", width)
+            ways = (FORWARD_CALLS, BACKWARD_CALLS)
+            tokens = sum(token_seconds(ring, exchanges, num_bytes, calls) for calls in ways)
         return stage_terms(
             self.request.schedule,
             cluster.overlap,

@@ -6,10 +6,17 @@ Invariant: buckets are counted over all rounds, so that a replica may be a round
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from hybridpipe.planning.cluster import ALL_GATHER
-from hybridpipe.planning.cost.formula import StageCost
-from hybridpipe.planning.schedules.instructions import Program, final_backwards
+from hybridpipe.planning.cluster import ALL_GATHER, Ring
+from hybridpipe.planning.cost.formula import BACKWARD_CALLS, FORWARD_CALLS, StageCost, token_seconds
+from hybridpipe.planning.schedules.instructions import (
+    Instruction,
+    JoinBackward,
+    JoinForward,
+    Program,
+    final_backwards,
+)
 from hybridpipe.planning.shared_parameters import SharedMessage
 from hybridpipe.planning.simulator.resources import Machines, Route
 from hybridpipe.planning.timeline import TimedEvent
@@ -38,6 +45,10 @@ class Rank:
         self.processors, self.speed = machines.processors(number), machines.cluster.speed(number)
         if len(replicas.numbers) > 1:
             self.speed *= machines.cluster.replicated_speed
+        self.join_seconds: dict[tuple[int, type[Instruction]], float] = {}  # by chunk and kind
+        if replicas.token_ring is not None:
+            for chunk in range(len(stages)):
+                self.add_exchanges(chunk, replicas.token_ring)
         self.is_crowded = False  # its machine has more active ranks than processors
         self.position = 0
         self.since = 0.0  # when the instruction at `position` began
@@ -48,6 +59,21 @@ class Rank:
         self.round = 0
         self.exchanging: deque[SharedMessage] = deque()  # messages left of this round's exchange
         self.num_filled = [0] * len(self.costs)  # of each chunk's buckets, in this round
+
+    def add_exchanges(self, chunk: int, ring: Ring) -> None:
+        """Let a chunk's passes take their exchanges of tokens as well, which no processor's speed changes."""
+        cost = self.costs[chunk]
+        forward, backward = (
+            token_seconds(ring, cost.num_exchanges, cost.token_bytes, calls) * self.speed
+            for calls in (FORWARD_CALLS, BACKWARD_CALLS)
+        )
+        self.join_seconds[chunk, JoinForward] = cost.experts_share * cost.forward_seconds + forward
+        self.join_seconds[chunk, JoinBackward] = cost.experts_share * cost.backward_seconds + backward
+        self.costs[chunk] = replace(
+            cost,
+            forward_seconds=cost.forward_seconds + forward,
+            backward_seconds=cost.backward_seconds + backward,
+        )
 
     @property
     def stage(self) -> int:
@@ -70,7 +96,7 @@ class Replicas:
         self.numbers = ranks
         exchanges = any(cost.num_exchanges for cost in costs)
         self.token_ring = machines.cluster.all_to_all(ranks) if exchanges else None
-        self.together: list[Callable[[], bool]] = []  # starts of a pass to which not all have come
+        self.together: list[tuple[Rank, Instruction]] = []  # have come to a pass
         each = [cost.buckets if len(ranks) > 1 else () for cost in costs]  # by chunk
         self.buckets = [bucket for buckets in reversed(each) for bucket in buckets]
         self.first_bucket = [sum(map(len, each[chunk + 1 :])) for chunk in range(len(each))]

@@ -24,6 +24,7 @@ from hybridpipe.planning.schedules.instructions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    Instruction,
     JoinBackward,
     JoinForward,
     Products,
@@ -88,13 +89,17 @@ class Simulation:
         for rank in self.ranks if cluster.wakeup_seconds else ():
             rank.is_crowded = cluster.is_busy(num_active[cluster.node(rank.number)] - 1)
         # The start of each kind of instruction; it returns True if the instruction is done at once.
-        self.start: dict[type, Callable[[Rank, Any], bool]] = {
+        self.passes: dict[type, Callable[[Rank, Any], bool]] = {
             Forward: self.forward,
             Backward: self.backward,
             BackwardInput: self.backward_input,
-            BackwardWeight: self.backward_weight,
             JoinForward: self.join,
             JoinBackward: self.join,
+        }
+        exchanges = any(rank.replicas.token_ring for rank in self.ranks)
+        self.start: dict[type, Callable[[Rank, Any], bool]] = {
+            **(dict.fromkeys(self.passes, self.together) if exchanges else self.passes),
+            BackwardWeight: self.backward_weight,
             Step: self.step,
             AllReduce: self.finish_reduction,
             ReduceScatter: self.finish_reduction,
@@ -161,52 +166,34 @@ class Simulation:
             self.engine.start(seconds / rank.speed, rank.processors, done, argument)
         return False
 
+    def together(self, rank: Rank, instruction: Instruction) -> bool:
+        """Start a pass; replicas that exchange tokens start it once all of them have come to it."""
+        replicas = rank.replicas
+        replicas.together.append((rank, instruction))
+        if replicas.token_ring is None or len(replicas.together) == len(replicas.ranks):
+            arrived, replicas.together = replicas.together, []
+            for each, its in arrived:
+                self.passes[type(its)](each, its)
+        return False
+
     def forward(self, rank: Rank, instruction: Forward) -> bool:
         """Compute the forward of a microbatch."""
-        seconds = rank.costs[instruction.chunk].forward_seconds
-        return self.run_pass(
-            rank, seconds, False, lambda all_in: self.compute(rank, all_in, self.finish, rank)
-        )
+        return self.compute(rank, rank.costs[instruction.chunk].forward_seconds, self.finish, rank)
 
     def backward(self, rank: Rank, instruction: Backward) -> bool:
         """Compute the backward of a microbatch."""
         seconds = rank.costs[instruction.chunk].backward_seconds
-        return self.run_pass(
-            rank, seconds, True, lambda all_in: self.weight_gradients(rank, instruction, all_in)
-        )
+        return self.weight_gradients(rank, instruction, seconds)
 
     def backward_input(self, rank: Rank, instruction: BackwardInput) -> bool:
         """Compute the inputs' half of a split backward."""
         cost = rank.costs[instruction.chunk]
-        seconds = cost.backward_seconds - cost.weight_seconds
-        return self.run_pass(
-            rank, seconds, True, lambda all_in: self.compute(rank, all_in, self.finish, rank)
-        )
+        return self.compute(rank, cost.backward_seconds - cost.weight_seconds, self.finish, rank)
 
     def join(self, rank: Rank, instruction: JoinForward | JoinBackward) -> bool:
         """Compute the tokens of other replicas in a pass for which the rank has no microbatch."""
-        cost, is_backward = rank.costs[instruction.chunk], isinstance(instruction, JoinBackward)
-        seconds = cost.experts_share * (cost.backward_seconds if is_backward else cost.forward_seconds)
-        return self.run_pass(
-            rank, seconds, is_backward, lambda all_in: self.compute(rank, all_in, self.finish, rank)
-        )
-
-    def run_pass(self, rank: Rank, seconds: float, is_backward: bool, start: Callable[[float], bool]) -> bool:
-        """Start a pass; replicas that exchange tokens start it together, and it takes the exchanges as well.
-
-        Args:
-            start: called with the seconds at full speed.
-        """
-        replicas = rank.replicas
-        if replicas.token_ring is None:
-            return start(seconds)
-        exchange = rank.costs[0].exchange_seconds(replicas.token_ring, is_backward)
-        replicas.together.append(lambda: start(seconds + exchange * rank.speed))
-        if len(replicas.together) == len(replicas.ranks):
-            starts, replicas.together = replicas.together, []
-            for each in starts:
-                each()
-        return False
+        seconds = rank.join_seconds[instruction.chunk, type(instruction)]
+        return self.compute(rank, seconds, self.finish, rank)
 
     def backward_weight(self, rank: Rank, instruction: BackwardWeight) -> bool:
         """Compute the weights' half of a split backward."""
