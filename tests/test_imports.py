@@ -156,3 +156,18 @@ def test_what_torch_keeps_private_is_named_in_one_file():
         if path.name != "torch_private.py" and (count := len(PRIVATE.findall(code))):
             found[str(path.relative_to(PACKAGE))] = count
     assert found == ELSEWHERE
+
+
+def test_no_test_imports_a_program():
+    """A program that jobs run may change the package: one set how large a weight gradient is batched.
+
+    A test imported it, and those after it in the same process failed.
+    """
+    tests = Path(__file__).parent
+    found = [
+        str(path.relative_to(tests))
+        for path in tests.rglob("*.py")
+        if "programs" not in path.parts
+        and any(each.startswith("tests.mpi.programs") for each in imported(path.read_text(), "tests"))
+    ]
+    assert found == []

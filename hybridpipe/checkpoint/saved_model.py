@@ -163,7 +163,7 @@ class SavedModel:
         shape = read_parts(file.value, str(self.path))[key].whole
         return torch.empty(shape, dtype=file.forms[name].dtype, device="meta")
 
-    def _parts_by_key(self) -> "dict[str, list[_Part]]":
+    def _parts_by_key(self) -> dict[str, list[_Part]]:
         """Return the parts of each tensor that no file has whole."""
         found = defaultdict[str, list[_Part]](list)
         for name, file in self._files.items():
@@ -172,7 +172,7 @@ class SavedModel:
                     found[key].append(_Part(file, f"part.{key}", part.elements))
         return dict(found)
 
-    def _averages_by_key(self) -> "dict[str, list[_Part]]":
+    def _averages_by_key(self) -> dict[str, list[_Part]]:
         """Return the parts of each average."""
         found = defaultdict[str, list[_Part]](list)
         for name, file in self._files.items() if keeps_averages(self._manifest) else ():
@@ -191,7 +191,7 @@ class SavedModel:
                     found[other] = found[one]
         return dict(found)
 
-    def _joined(self, key: str, parts: "list[_Part]", what: str) -> Tensor:
+    def _joined(self, key: str, parts: list[_Part], what: str) -> Tensor:
         form = self.forms[key]
         try:
             pieces = [Piece(part.file.read(part.name), part.elements) for part in parts]

@@ -34,7 +34,7 @@ class RowExchange:
         """Return the numbers that each rank has for this one; shape (ranks, n), int64, on the CPU.
 
         Args:
-            sent: those for each rank, alike.
+            sent: row r goes to rank r; shape, dtype and device of what is returned.
         """
         theirs = torch.empty_like(sent)
         request = self._replicas.Ialltoall([sent.numpy(), MPI.INT64_T], [theirs.numpy(), MPI.INT64_T])

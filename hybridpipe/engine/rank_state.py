@@ -170,7 +170,7 @@ def _put_update(executor: Executor, new: NewState) -> None:
         put_optimizer(update.optimizer, updated(executor), new.parameters, not new.is_fresh)
         for p in update.optimizer.state:
             if held_part(p) is not None:  # it came in one dimension
-                update.optimizer.state[p] = shaped(update.optimizer.state[p], p.view(-1).shape, *p.shape)
+                update.optimizer.state[p] = shaped(update.optimizer.state[p], (p.numel(),), p.shape)
     if new.loss_scales:  # on all ranks alike, fresh or not
         if update.loss_scale.changes:
             update.loss_scale = new.loss_scales[-1]

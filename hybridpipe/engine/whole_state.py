@@ -43,21 +43,22 @@ def gather(
     """
     forms, state = whole_forms(model), model.state_dict(keep_vars=True)
     for key in keys:
-        holders, own = ranks[key], state[key].detach()
+        holders, own, shape = ranks[key], state[key].detach(), forms[key].shape
         is_whole = len(holders) == 1
-        whole = None if is_whole else torch.empty(forms[key].shape, dtype=own.dtype)
-        for i, rank in enumerate(holders):
-            part = None if is_whole else HeldPart.along_first(forms[key].shape, i, len(holders))
-            shape = forms[key].shape if part is None else part.shape
-            values = _moved(own, shape, rank, control)
-            if values is None:
-                continue
-            if part is not None and whole is not None:
-                part.put(whole, values)
-            else:
-                whole = values
-        if control.rank == 0 and whole is not None:
+        whole = _moved(own, shape, holders[0], control) if is_whole else _joined(own, shape, holders, control)
+        if whole is not None:
             yield key, whole
+
+
+def _joined(own: Tensor, shape: torch.Size, ranks: Sequence[int], control: MPI.Comm) -> Tensor | None:
+    """Return on rank 0 the tensor of which ranks have a part each; None elsewhere. Collective."""
+    whole = torch.empty(shape, dtype=own.dtype) if control.rank == 0 else None
+    for i, rank in enumerate(ranks):
+        part = HeldPart.along_first(shape, i, len(ranks))
+        values = _moved(own, part.shape, rank, control)
+        if whole is not None and values is not None:
+            part.put(whole, values)
+    return whole
 
 
 def _moved(own: Tensor, shape: torch.Size, rank: int, control: MPI.Comm) -> Tensor | None:

@@ -53,13 +53,16 @@ def counting(
     """Count the calls of a model's experts inside this context."""
     modules = [(model.get_submodule(each.path), each.num_experts) for each in experts]
     counted = [CountedExperts(module, count, watch) for module, count in modules]
+    own = [vars(each.module).get("forward") for each in counted]  # of a module that has been given one
     for each in counted:
         each.module.forward = each
     try:
         yield counted
     finally:
-        for each in counted:
+        for each, forward in zip(counted, own, strict=True):
             del each.module.forward
+            if forward is not None:
+                each.module.forward = forward
 
 
 def profiles(
@@ -78,8 +81,8 @@ def profiles(
         forwards: the time of each of these layers in that pass.
         which: for each layer the one that is run for it.
     """
-    parts = {(True, n, i): lap for n, each in enumerate(timed) for i, lap in enumerate(each.laps)}
-    taken = watch.read({**parts, **{(False, i, 0): lap for i, lap in forwards.items()}})
+    in_experts = watch.read({(n, i): lap for n, each in enumerate(timed) for i, lap in enumerate(each.laps)})
+    in_layers = watch.read(forwards)
     found: dict[int, ExpertsProfile] = {}
     for i, stage in enumerate(stages):
         held = {id(module) for module in stage.module.modules()}
@@ -88,7 +91,7 @@ def profiles(
             continue
         run = {id(module) for module in stages[which[i]].module.modules()}
         seconds = sum(
-            taken[True, n, lap].seconds
+            in_experts[n, lap].seconds
             for n, each in enumerate(timed)
             for lap in range(len(each.laps))
             if id(each.module) in run
@@ -96,7 +99,7 @@ def profiles(
         trained = (p for each in mine for p in each.module.parameters() if p.requires_grad)
         found[i] = ExpertsProfile(
             parameter_bytes=sum(p.nbytes for p in trained),
-            share=min(1.0, seconds / (taken[False, which[i], 0].seconds or 1.0)),
+            share=min(1.0, seconds / (in_layers[which[i]].seconds or 1.0)),
             token_bytes=sum(each.token_bytes for each in mine),
             tokens=tuple(tuple(each.tokens.tolist()) for each in mine),
         )

@@ -91,12 +91,12 @@ class SplitExperts:
     def __init__(self, path: str, module: nn.Module, count: int, exchange: Exchange) -> None:
         self.path, self._module, self._count, self.exchange = path, module, count, exchange
         self._forward: Callable[..., Tensor] = module.forward
-        names = list(inspect.signature(module.forward).parameters)
+        self._signature = inspect.signature(module.forward)
+        names = list(self._signature.parameters)
         if len(names) < 3:
             raise UserError(
                 f"the experts {path}: forward must take tokens, indices of experts and weights, got {names}"
             )
-        self._signature = inspect.signature(module.forward)
         self._try_out()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -13,8 +13,9 @@ Invariant: state comes back bit for bit and type for type; other values than ten
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -176,7 +177,7 @@ def take_optimizer(
             into.meta["given"].append(pack(dict(given[i]), f"given.{at}", into.tensors))
         for p in mine:
             own = dict(optimizer.state.get(p, {}))
-            own = shaped(own, p.shape, p.shape.numel()) if p in ranges else own
+            own = shaped(own, p.shape, (p.numel(),)) if p in ranges else own
             state = pack(own, f"optimizer.{names[p]}", into.tensors)
             part = {"part": [ranges[p].start, ranges[p].stop]} if p in ranges else {}
             into.meta["parameters"][names[p]] = {"group": at, "state": state, **part}
@@ -290,21 +291,27 @@ def put_optimizer(
             if options_too:
                 group.update({name: value for name, value in own.options.items() if name not in FORMS})
             if own.state:
+                devices = {"step": torch.device("cpu")} if on_host else {}
                 optimizer.state[p] = {
-                    name: _to(value, torch.device("cpu") if name == "step" and on_host else p.device)
+                    name: _mapped(value, methodcaller("to", devices.get(name, p.device)))
                     for name, value in own.state.items()
                 }
 
 
-def shaped(value: Any, before: torch.Size, *after: int) -> Any:
+def shaped(value: Any, before: Sequence[int], after: Sequence[int]) -> Any:
     """Return an optimizer's state of a parameter whose tensors of one shape have another one."""
+    return _mapped(value, lambda each: each.reshape(after) if each.shape == torch.Size(before) else each)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value in which each tensor is changed."""
     match value:
-        case Tensor() if value.shape == before:
-            return value.reshape(after)
+        case Tensor():
+            return change(value)
         case list() | tuple():
-            return type(value)(shaped(item, before, *after) for item in value)
+            return type(value)(_mapped(item, change) for item in value)
         case dict():
-            return {name: shaped(item, before, *after) for name, item in value.items()}
+            return {name: _mapped(item, change) for name, item in value.items()}
     return value
 
 
@@ -353,17 +360,6 @@ def _are_rows(sizes: Sequence[object], start: int, stop: int) -> bool:
     row = math.prod(size for size in sizes[1:] if isinstance(size, int))
     rows = sizes[0] if isinstance(sizes[0], int) else 0
     return 0 <= start <= stop <= row * rows and start % row == stop % row == 0
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    match value:
-        case Tensor():
-            return value.to(device)
-        case list() | tuple():
-            return type(value)(_to(item, device) for item in value)
-        case dict():
-            return {name: _to(item, device) for name, item in value.items()}
-    return value
 
 
 def _equal(one: Any, other: Any) -> bool:

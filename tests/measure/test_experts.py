@@ -1,22 +1,35 @@
 """What is measured of experts: tokens of each, their bytes, and the part of a layer's time."""
 
+import functools
+
 import torch
 from torch import nn
 
+from hybridpipe.measure.experts import counting
 from hybridpipe.measure.layers import Rehearsal
+from hybridpipe.measure.stopwatch import Stopwatch
 from hybridpipe.model.experts import experts_of
 from hybridpipe.model.layers import layers_of
-from tests.mpi.programs.experts import EXPERTS, MODELS, WIDTH
+from tests.mixtures import (
+    EXPERTS,
+    PLAN_OF_RECORDED,
+    WIDTH,
+    Experts,
+    Recorded,
+    mixtures,
+    of_classes,
+    points_of,
+)
 
 SAMPLES = 6
 
 
 def test_experts_of_a_recorded_model_are_counted_where_they_are():
-    case = MODELS["recorded"]
-    model, (inputs, targets) = case.model(), case.batch(0, SAMPLES)
-    experts = experts_of(model, dict(case.expert_plan))
-    layers = layers_of(model, inputs, case.loss, targets).copied()
-    found = Rehearsal(layers, inputs, targets, case.loss, experts=experts).measure(sizes=[SAMPLES, 3])
+    torch.manual_seed(1)
+    model, (inputs, targets) = Recorded(mixtures()).double(), points_of(SAMPLES)
+    experts = experts_of(model, dict(PLAN_OF_RECORDED))
+    layers = layers_of(model, inputs, of_classes, targets).copied()
+    found = Rehearsal(layers, inputs, targets, of_classes, experts=experts).measure(sizes=[SAMPLES, 3])
     profiles = {layer.name: layer.experts for layer in found.layers if layer.experts is not None}
     assert list(profiles) == ["layers.1.experts", "layers.2.experts"]
     numbers_of_8_bytes = 8 * sum(p.numel() for p in model.layers[1].experts.parameters())
@@ -31,6 +44,15 @@ def test_experts_of_a_recorded_model_are_counted_where_they_are():
     counted = [torch.bincount(_chosen(model, i, inputs), minlength=EXPERTS).tolist() for i in (1, 2)]
     assert [list(each.tokens[0]) for each in profiles.values()] == counted
     assert all("forward" not in vars(module) for module in layers.model.modules())
+
+
+def test_a_module_has_the_forward_that_it_was_given():
+    module = Experts()
+    (found,) = experts_of(nn.Sequential(module), {"0": "ep_dispatch_experts"})
+    given = module.forward = functools.partial(Experts.forward, module)
+    with counting(nn.Sequential(module), [found], Stopwatch(torch.device("cpu"))) as counted:
+        assert module.forward is counted[0]
+    assert module.forward is given
 
 
 def _chosen(model: nn.Module, layer: int, inputs: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.libraries import missing
+from tests.libraries import skip_without_transformers
 
-HUGGING_FACE = pytest.mark.skipif(missing("transformers") is not None, reason=str(missing("transformers")))
 OPTIMIZERS, SCHEDULES = 2, 4
 
 
@@ -30,9 +29,9 @@ def test_replicas_whose_ranks_are_in_another_order(job):
     assert done.stdout.count("parameters within") == 1
 
 
-@HUGGING_FACE
 @pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
 def test_models_of_transformers_say_themselves_what_their_experts_are(job, model):
+    skip_without_transformers()
     done = job(3, "experts.py", "--schedules", "1f1b", model, "4", "1-2", timeout_seconds=300)
     assert done.stdout.count("parameters within") == 1
 

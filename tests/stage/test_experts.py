@@ -13,9 +13,10 @@ from hybridpipe.errors import UserError
 from hybridpipe.model.experts import Experts, hold_part
 from hybridpipe.model.recording import Unsplittable, is_recording, record
 from hybridpipe.stage.experts import SplitExperts, called_in_order, split_experts_in
+from tests.mixtures import EXPERTS, WIDTH
+from tests.mixtures import Experts as Mixed
 from tests.stage.helpers import Call
 
-COUNT, WIDTH = 4, 3
 NAMES = ("up", "bias", "down")
 
 
@@ -50,32 +51,12 @@ def exchanges(size: int) -> list[Exchange]:
     return [Exchange(rank, size, barrier, handed_in) for rank in range(size)]
 
 
-class Mixed(nn.Module):
-    """Experts in 3-D weights, computed one after the other as most models of transformers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_experts = COUNT
-        self.up = nn.Parameter(torch.randn(COUNT, 2 * WIDTH, WIDTH))
-        self.bias = nn.Parameter(torch.randn(COUNT, 2 * WIDTH))
-        self.down = nn.Parameter(torch.randn(COUNT, WIDTH, 2 * WIDTH))
-
-    def forward(self, tokens, index, weights):
-        found = torch.zeros_like(tokens)
-        for expert in range(self.num_experts):
-            token, choice = torch.where(index == expert)
-            if len(token):
-                inner = torch.tanh(tokens[token] @ self.up[expert].T + self.bias[expert])
-                found = found.index_add(0, token, inner @ self.down[expert].T * weights[token, choice, None])
-        return found
-
-
 class Mixture(nn.Module):
     """Each token chooses k experts by its values, or all choose those of `chosen`."""
 
     def __init__(self, k: int, chosen: tuple[int, ...] = (), kind: torch.dtype | None = None):
         super().__init__()
-        self.gate, self.experts = nn.Linear(WIDTH, COUNT), Mixed()
+        self.gate, self.experts = nn.Linear(WIDTH, EXPERTS), Mixed()
         self.k, self.chosen, self.kind = k, chosen, kind
 
     def forward(self, x):
@@ -96,9 +77,9 @@ def split(whole: nn.Sequential, size: int) -> list[nn.Sequential]:
     replicas = [copy.deepcopy(whole) for _ in range(size)]
     for replica, exchange in zip(replicas, exchanges(size), strict=True):
         for i, layer in enumerate(replica):
-            experts = Experts(f"{i}.experts", NAMES, COUNT)
+            experts = Experts(f"{i}.experts", NAMES, EXPERTS)
             hold_part(replica, experts, exchange.rank, size, None)
-            layer.experts.forward = SplitExperts(experts.path, layer.experts, COUNT, exchange)
+            layer.experts.forward = SplitExperts(experts.path, layer.experts, EXPERTS, exchange)
         split_experts_in(replica)
     return replicas
 
@@ -274,7 +255,7 @@ def test_parameters_without_a_token_get_a_gradient_of_zeros():
 
 def one_of_two(module: nn.Module) -> SplitExperts:
     """The first of two replicas; the other one never comes."""
-    made = SplitExperts("layers.0.experts", module.double(), COUNT, exchanges(2)[0])
+    made = SplitExperts("layers.0.experts", module.double(), EXPERTS, exchanges(2)[0])
     made.calls = []
     return made
 

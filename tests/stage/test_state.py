@@ -468,15 +468,15 @@ def test_of_an_optimizers_state_what_is_shaped_as_its_parameter_is_shaped_with_i
     flat, like, scalar = torch.arange(6), torch.arange(6).reshape(2, 3), torch.tensor(6.0)
     pair = Counter({"a": 1})
     before = {"m": like, "step": scalar, "list": [like, flat, 6], "nested": {"pair": (like, None)}, "lr": 0.1}
-    after = shaped(before, like.shape, 6)
+    after = shaped(before, like.shape, (6,))
     assert torch.equal(after["m"], flat) and after["step"] is scalar and after["lr"] == 0.1
     assert torch.equal(after["list"][0], flat) and after["list"][1] is flat and after["list"][2] == 6
     assert torch.equal(after["nested"]["pair"][0], flat) and type(after["nested"]["pair"]) is tuple
     assert before["m"] is like and before["list"][0] is like, "a new one is returned"
-    back = shaped(after, flat.shape, 2, 3)
+    back = shaped(after, flat.shape, (2, 3))
     assert torch.equal(back["m"], like) and torch.equal(back["nested"]["pair"][0], like)
     assert torch.equal(back["list"][1], like), "what had that shape before is taken for such a tensor"
-    assert shaped(pair, like.shape, 6) == pair
+    assert shaped(pair, like.shape, (6,)) == pair
 
 
 def test_an_optimizers_state_of_a_part_is_told_in_one_dimension():
@@ -493,5 +493,5 @@ def test_an_optimizers_state_of_a_part_is_told_in_one_dimension():
         "exp_avg": (6,),
         "exp_avg_sq": (6,),
     }
-    back = shaped(found.state, own.view(-1).shape, *own.shape)
+    back = shaped(found.state, (own.numel(),), own.shape)
     assert all(torch.equal(back[name], optimizer.state[own][name]) for name in back)

@@ -17,7 +17,7 @@ from hybridpipe.model.recording.forward import record
 from hybridpipe.model.recording.record import Record, RecordedLayer
 from hybridpipe.model.recording.records import Records
 from hybridpipe.model.recording.slices import Lookup, ModelLookup, Slice
-from hybridpipe.model.recording.watch import is_recording
+from hybridpipe.model.recording.under_way import is_recording
 
 __all__ = [
     "CallsBackward",

@@ -37,7 +37,8 @@ from hybridpipe.model.recording.events import (
     line_of_forward,
 )
 from hybridpipe.model.recording.record import Record
-from hybridpipe.model.recording.watch import Watch, recording_now, storage_of
+from hybridpipe.model.recording.under_way import recording_now
+from hybridpipe.model.recording.watch import Watch, storage_of
 from hybridpipe.model.rng import preserved_state, seed_generators
 from hybridpipe.model.tensors import tensors_in
 from hybridpipe.torch_private import FakeTensor, FakeTensorMode, pytree

@@ -5,8 +5,7 @@ Invariant: the numbers of a model's tensor are copied before the first operator 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -134,21 +133,3 @@ def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     if schema.name.endswith("_batch_norm") and len(args) > TRAINS and args[TRAINS] is True:
         return list(args[HIDDEN_WRITES])  # the schema does not say so
     return []
-
-
-_depth = [0]  # recordings under way
-
-
-@contextmanager
-def recording_now() -> Iterator[None]:
-    """Let `is_recording` be true inside this context."""
-    _depth[0] += 1
-    try:
-        yield
-    finally:
-        _depth[0] -= 1
-
-
-def is_recording() -> bool:
-    """Return True inside a forward that is recorded, perhaps on this rank alone; its values do not count."""
-    return _depth[0] > 0

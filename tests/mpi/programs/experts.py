@@ -27,62 +27,15 @@ from hybridpipe.callbacks import EMA
 from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.model.layers import layers_of
+from tests.mixtures import EXPERTS, PLAN, PLAN_OF_RECORDED, Recorded, mixtures, of_classes, points_of
 from tests.mpi.programs.exactness import OPTIMIZERS, compare
 
 MINIBATCH, MICROBATCH, SAMPLES, SEED = 12, 2, 41, 7  # the last minibatch has 5 samples
-WIDTH, EXPERTS, TOKENS, CLIP, DECAY = 6, 4, 50, 0.5, 0.9
+TOKENS, CLIP, DECAY = 50, 0.5, 0.9
 SCHEDULES = {"1f1b": {}, "gpipe": {}, "zero-bubble": {}, "recompute": {"recompute": True}}
 
 
 EAGER = {"experts_implementation": "eager", "use_cache": False}  # grouped products have no float64
-
-
-class Experts(nn.Module):
-    """As models hold them: 3-D weights, called with tokens, indices and weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_experts = EXPERTS
-        self.up = nn.Parameter(0.4 * torch.randn(EXPERTS, 2 * WIDTH, WIDTH))
-        self.bias = nn.Parameter(0.1 * torch.randn(EXPERTS, 2 * WIDTH))
-        self.down = nn.Parameter(0.4 * torch.randn(EXPERTS, WIDTH, 2 * WIDTH))
-
-    def forward(self, tokens, index, weights):
-        found = torch.zeros_like(tokens)
-        for expert in range(self.num_experts):
-            token, choice = torch.where(index == expert)
-            if len(token):
-                inner = torch.tanh(tokens[token] @ self.up[expert].T + self.bias[expert])
-                found = found.index_add(0, token, inner @ self.down[expert].T * weights[token, choice, None])
-        return found
-
-
-class Mixture(nn.Module):
-    def __init__(self, k: int):
-        super().__init__()
-        self.gate, self.experts, self.k = nn.Linear(WIDTH, EXPERTS), Experts(), k
-
-    def forward(self, x):
-        weights, index = torch.softmax(self.gate(x), -1).topk(self.k, -1)
-        return x + self.experts(x, index, weights / weights.sum(-1, keepdim=True))
-
-
-class Recorded(nn.Module):
-    """Called in its own way, so its forward is recorded."""
-
-    def __init__(self, layers: nn.Sequential):
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x):
-        for i, layer in enumerate(self.layers):
-            x = layer(x) * (1 + i / 10)
-        return x
-
-
-def mixtures() -> nn.Sequential:
-    first, last = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
-    return nn.Sequential(first, Mixture(2), Mixture(1), nn.Tanh(), last)
 
 
 def mixtral() -> nn.Module:
@@ -103,10 +56,6 @@ def qwen3_moe() -> nn.Module:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **of_experts))
 
 
-def of_classes(outputs, targets):
-    return nn.functional.cross_entropy(outputs, targets)
-
-
 def of_tokens(outputs, targets):
     return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
 
@@ -119,9 +68,7 @@ def tokens() -> torch.utils.data.Dataset:
 
 @cache
 def points() -> torch.utils.data.Dataset:
-    numbers = torch.Generator().manual_seed(2)
-    inputs = torch.randn(SAMPLES, 5, generator=numbers, dtype=torch.float64)
-    return torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (SAMPLES,), generator=numbers))
+    return torch.utils.data.TensorDataset(*points_of(SAMPLES))
 
 
 class Case(NamedTuple):
@@ -151,10 +98,9 @@ class Case(NamedTuple):
         return self.loss(model(**inputs) if isinstance(inputs, dict) else model(inputs), targets)
 
 
-DISPATCH = "ep_dispatch_experts"
 MODELS = {
-    "sequential": Case(mixtures, of_classes, (("*.experts", DISPATCH),)),
-    "recorded": Case(lambda: Recorded(mixtures()), of_classes, (("layers.*.experts", DISPATCH),)),
+    "sequential": Case(mixtures, of_classes, PLAN),
+    "recorded": Case(lambda: Recorded(mixtures()), of_classes, PLAN_OF_RECORDED),
     "mixtral": Case(mixtral, of_tokens),
     "qwen3_moe": Case(qwen3_moe, of_tokens),
 }
