@@ -7,37 +7,57 @@ a part of, and a parameter's state comes back whole, or is refused.
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from hybridpipe.errors import UserError
-from hybridpipe.stage.parts import Piece, common, join
+from hybridpipe.model.held_part import HeldPart
+from hybridpipe.stage.parts import Piece, is_part_of, join, lacking
 from hybridpipe.stage.state import OfParameter
 
 
-class JoinedState:
-    """The state of the parameters that a rank updates, from any number of replicas that wrote it.
+class Wanted(NamedTuple):
+    """The elements of a parameter that a rank updates.
 
     Args:
-        shapes: of these parameters, by key.
-        ranges: the elements that the rank updates, where these are not all.
+        shape: of the whole parameter.
+        held: what the rank holds of it; None: all.
+        part: the elements of these that it updates, where it does not update all.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], ranges: Mapping[str, range]) -> None:
-        self._shapes, self._ranges = shapes, ranges
+    shape: torch.Size
+    held: HeldPart | None = None
+    part: range | None = None
+
+    def lacks(self, pieces: list[Piece]) -> int:
+        """Return the number of elements that no piece has."""
+        return lacking(pieces, self.shape, self.part, self.held)
+
+
+class JoinedState:
+    """The state of the parameters that a rank updates, from any number of ranks that wrote it.
+
+    Args:
+        wanted: of these parameters, by key.
+    """
+
+    def __init__(self, wanted: Mapping[str, Wanted]) -> None:
+        self._wanted = wanted
         self._found = defaultdict[str, list[OfParameter]](list)
 
     def add(self, found: Mapping[str, OfParameter]) -> bool:
         """Note what is wanted of a file's state; return False if it has none of these parameters."""
-        for key in found.keys() & self._shapes.keys():
-            if common(self._of(found[key], key), self._wanted(key)) or found[key].part is None:
+        for key in found.keys() & self._wanted.keys():
+            wanted = self._wanted[key]
+            if is_part_of(found[key].piece, wanted.shape, wanted.part, wanted.held):
                 self._found[key].append(found[key])
-        return not found.keys().isdisjoint(self._shapes)
+        return not found.keys().isdisjoint(self._wanted)
 
     @property
     def is_complete(self) -> bool:
         """True if the files so far have all that is wanted."""
-        return all(self._lacks(key) == 0 for key in self._shapes)
+        return all(key in self._found and not self._lacks(key) for key in self._wanted)
 
     def joined(self, where: str) -> dict[str, OfParameter]:
         """Return the state of each parameter that the files have.
@@ -50,26 +70,15 @@ class JoinedState:
         """
         result = {}
         for key, found in self._found.items():
-            if self._lacks(key):
-                raise UserError(f"{where}: lacks optimizer state of {self._lacks(key)} elements of {key}")
-            pieces = [Piece(each.state, each.part) for each in found]
+            if count := self._lacks(key):
+                raise UserError(f"{where}: lacks optimizer state of {count} elements of {key}")
+            shape, held, part = self._wanted[key]
             try:
-                state = join(pieces, self._shapes[key], self._ranges.get(key))
+                state = join([each.piece for each in found], shape, part, held)
             except (LookupError, RuntimeError, TypeError, ValueError) as error:
                 raise UserError(f"{where}: optimizer state of {key} cannot be joined: {error!r}") from None
-            result[key] = replace(found[0], state=state, part=self._ranges.get(key))
+            result[key] = replace(found[0], state=state, part=part, held=held)
         return result
 
-    def _wanted(self, key: str) -> range:
-        return self._ranges.get(key, range(self._shapes[key].numel()))
-
-    def _of(self, found: OfParameter, key: str) -> range:
-        return range(self._shapes[key].numel()) if found.part is None else found.part
-
     def _lacks(self, key: str) -> int:
-        """Return the number of wanted elements that no file has had, perhaps -1 for a key in none."""
-        found = self._found.get(key)
-        if found is None:
-            return -1
-        wanted = self._wanted(key)
-        return len(wanted) - sum(len(common(self._of(each, key), wanted)) for each in found)
+        return self._wanted[key].lacks([each.piece for each in self._found[key]])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from torch import Tensor, nn
 
 from hybridpipe.checkpoint import directory
-from hybridpipe.checkpoint.joined_state import JoinedState
+from hybridpipe.checkpoint.joined_state import JoinedState, Wanted
 from hybridpipe.checkpoint.manifest import MANIFEST, Manifest
 from hybridpipe.checkpoint.names import step_of
 from hybridpipe.checkpoint.plain import Weights
@@ -35,12 +35,12 @@ from hybridpipe.engine.worker import Worker
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
 from hybridpipe.model.deferred_init.deferred import Numbers
-from hybridpipe.model.held_part import HeldPart, held_part, whole_forms, whole_shape
+from hybridpipe.model.held_part import held_part, whole_forms, whole_shape
 from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.loss_scale import LossScale
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Plan
-from hybridpipe.stage.parts import Piece, common, join
+from hybridpipe.stage.parts import Piece, is_part_of, join, lacking
 from hybridpipe.stage.state import (
     SAMPLES_SEEN,
     Generators,
@@ -220,10 +220,12 @@ class _Reading:
         self.wanted = {key: t for layers in self.layers.values() for key, t in layers.tensors().items()}
         self.keys = set(parameters(worker.executor).values())
         self.result, self.changed, self.optimizers = NewState(), list[str](), set[str]()
-        mine = set(updated(worker.executor).values())
-        shapes = {key: whole_shape(p) for p, key in parameters(worker.executor).items() if key in mine}
-        self.joined = JoinedState(shapes, ranges(worker.executor))
-        self.parts = defaultdict[str, list[tuple[HeldPart, Tensor]]](list)
+        mine, of_rank = set(updated(worker.executor).values()), ranges(worker.executor)
+        held = ((p, key) for p, key in parameters(worker.executor).items() if key in mine)
+        self.joined = JoinedState(
+            {key: Wanted(whole_shape(p), held_part(p), of_rank.get(key)) for p, key in held}
+        )
+        self.parts = defaultdict[str, list[Piece]](list)
         self.batches: dict[str, int] = {}
 
     def all(self) -> NewState:
@@ -294,7 +296,7 @@ class _Reading:
         """Read what further replicas of the checkpoint's stages have in parts, and join it all."""
         plan, own = self.found.plan, self.worker.control.rank
         stages = {*self.stages(), *self.owners()}
-        divided = (plan.stages[s] for s in stages if plan.zero_of(s) or plan.splits_experts(s))
+        divided = (plan.stages[s] for s in stages if plan.zero_of(s) or plan.splits(s))
         ranks = {rank for stage in divided for rank in stage.ranks[1:]}
         for rank in sorted(ranks, key=lambda rank: (rank != own, rank)):  # its own is enough under one plan
             if self.joined.is_complete and self.lacks_no_part():
@@ -309,26 +311,23 @@ class _Reading:
         for key, part in read_parts(state.meta, where).items():
             name = f"part.{key}"
             if key in self.wanted and name in state.tensors:
-                self.parts[key].append((part, state.tensors[name]))
+                piece, wanted = Piece(state.tensors[name], held=part), self.wanted[key]
+                if is_part_of(piece, part.whole, held=held_part(wanted)):
+                    self.parts[key].append(piece)
 
     def lacks_no_part(self) -> bool:
         """Return True if what is known of each parameter has all that is wanted of it."""
-        return all(
-            sum(len(common(part.elements, _elements(self.wanted[key]))) for part, _ in parts)
-            == len(_elements(self.wanted[key]))
-            for key, parts in self.parts.items()
-        )
+        each = ((self.wanted[key], pieces) for key, pieces in self.parts.items())
+        return not any(lacking(pieces, whole_shape(t), held=held_part(t)) for t, pieces in each)
 
     def of_parts(self) -> None:
         """Join the parts of parameters."""
-        for key, parts in self.parts.items():
-            pieces = [Piece(tensor, part.elements) for part, tensor in parts]
+        for key, pieces in self.parts.items():
             wanted = self.wanted[key]
             try:
-                values: Tensor = join(pieces, parts[0][0].whole, _elements(wanted))
+                self.result.model[key] = join(pieces, whole_shape(wanted), held=held_part(wanted))
             except (LookupError, RuntimeError) as error:
                 raise UserError(f"{self.found.path}: {key} cannot be joined: {error}") from None
-            self.result.model[key] = values.view(wanted.shape)
 
     def versions(self, state: StageState) -> None:
         for number in state.meta.get("versions", []):
@@ -354,7 +353,7 @@ class _Reading:
         found: dict[str, Tensor] = {}
         wanted = {layers.key(path) for layers in self.layers.values() for path in statistics(layers.module)}
         # under an interleaved plan the same ranks hold several stages: read them once
-        for ranks_of in dict.fromkeys(self.found.plan.stages[s].ranks for s in self.stages()):
+        for ranks_of in dict.fromkeys(self.found.plan.stages[s].leaders for s in self.stages()):
             if wanted and len(ranks_of) > 1:
                 replicas = [self.replica(rank) for rank in ranks_of]
                 replicas[0] = replicas[0]._replace(tensors=self.result.model)
@@ -418,12 +417,6 @@ def _of_rank(whole: Tensor, tensor: Tensor) -> Tensor:
     """Return what a rank has of a whole tensor in the place of `tensor`."""
     part = held_part(tensor)
     return whole if part is None else part.of(whole)
-
-
-def _elements(tensor: Tensor) -> range:
-    """Return the elements that a rank has of a tensor."""
-    part = held_part(tensor)
-    return range(tensor.numel()) if part is None else part.elements
 
 
 def _loss_scales(found: Any, where: str) -> tuple[LossScale, ...]:

@@ -18,6 +18,7 @@ from hybridpipe.checkpoint.names import CHECKPOINTS, step_of
 from hybridpipe.checkpoint.shard import PlainFile
 from hybridpipe.errors import UserError, shown
 from hybridpipe.files import parse
+from hybridpipe.model.held_part import HeldPart
 from hybridpipe.planning.plan import Plan
 from hybridpipe.stage.parts import Piece, join
 from hybridpipe.stage.state import (
@@ -54,11 +55,12 @@ def find_checkpoint(source: Path) -> tuple[Path, list[str]]:
 
 
 class _Part(NamedTuple):
-    """A part of a tensor in a file, under a name there; None for all elements."""
+    """A part of a tensor in a file, under a name there; `elements` and `held` as in a `Piece`."""
 
     file: PlainFile
     name: str
     elements: range | None
+    held: HeldPart | None
 
 
 class SavedModel:
@@ -145,7 +147,7 @@ class SavedModel:
                 batches |= batches_agreed(file.value, str(self.path / name))
         found = {key: self._found[key].read(_MODEL + key) for key in names if key in self._found}
         of_ranks = {rank: name for name in self._files if (rank := _rank_of(name)) is not None}
-        for ranks in dict.fromkeys(stage.ranks for stage in plan.stages):
+        for ranks in dict.fromkeys(stage.leaders for stage in plan.stages):
             replicas = [self._replica(of_ranks[rank]) for rank in ranks if rank in of_ranks]
             if len(replicas) > 1:
                 found |= agreed(names, [replicas[0]._replace(tensors=found), *replicas[1:]], batches)
@@ -159,7 +161,7 @@ class SavedModel:
     def _form(self, key: str) -> Tensor:
         if key in self._found:
             return self._found[key].forms[_MODEL + key]
-        file, name, _ = self._parts[key][0]
+        file, name, *_ = self._parts[key][0]
         shape = read_parts(file.value, str(self.path))[key].whole
         return torch.empty(shape, dtype=file.forms[name].dtype, device="meta")
 
@@ -169,7 +171,7 @@ class SavedModel:
         for name, file in self._files.items():
             for key, part in read_parts(file.value, str(self.path / name)).items():
                 if f"part.{key}" in file.forms:
-                    found[key].append(_Part(file, f"part.{key}", part.elements))
+                    found[key].append(_Part(file, f"part.{key}", None, part))
         return dict(found)
 
     def _averages_by_key(self) -> dict[str, list[_Part]]:
@@ -181,7 +183,7 @@ class SavedModel:
                 continue
             for key, own in read_optimizer(StageState(file.forms, value), str(self.path / name)).items():
                 if AVERAGE in own.state:
-                    found[key].append(_Part(file, f"optimizer.{key}.{AVERAGE}", own.part))
+                    found[key].append(_Part(file, f"optimizer.{key}.{AVERAGE}", own.part, own.held))
         if not found:
             what = "has no averages of weights: hybridpipe.callbacks.EMA keeps them from the first update on"
             raise UserError(f"{self.path}: {what}")
@@ -194,7 +196,7 @@ class SavedModel:
     def _joined(self, key: str, parts: list[_Part], what: str) -> Tensor:
         form = self.forms[key]
         try:
-            pieces = [Piece(part.file.read(part.name), part.elements) for part in parts]
+            pieces = [Piece(part.file.read(part.name), part.elements, part.held) for part in parts]
             whole: Tensor = join(pieces, form.shape)
         except (LookupError, RuntimeError) as error:
             raise UserError(f"{self.path}: {what}: cannot be joined: {error}") from None

@@ -24,7 +24,8 @@ def inspect_model(config: Config) -> ModelExplanation:
     """
     model, loss = build_model(config), config.loss.build()
     inputs, targets = first_microbatch(config, data_of(config))
-    return explain(layers_of(model, inputs, loss, targets, Precision(config.train.precision)))
+    precision, plan = Precision(config.train.precision), config.plan.tensor_plan
+    return explain(layers_of(model, inputs, loss, targets, precision, plan))
 
 
 def text_of(found: ModelExplanation, as_json: bool) -> str:

@@ -20,7 +20,8 @@ from hybridpipe.comm.messages import spec_of, views
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.device import GpuLanes, Lanes, visible_gpus
 from hybridpipe.notices import notices
-from hybridpipe.planning.plan import Place, Plan
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.routes import pairs_over
 from hybridpipe.planning.shared_parameters import peers_of
 
 WANTED = "HYBRIDPIPE_CUDA_IPC"
@@ -49,14 +50,17 @@ def neighbours(plan: Plan, holders: Iterable[Collection[int]]) -> set[Pair]:
         holders: the stages that hold each tensor of the model.
     """
     pairs = {
-        (plan.rank_of(s, m), plan.rank_of(s + 1, m))
+        pair
         for s in range(plan.num_stages - 1)
         for m in range(math.lcm(*plan.replicas[s : s + 2]))
+        for pair in pairs_over(plan, s, m)
     }
     for groups in {frozenset(map(plan.group_of, stages)) for stages in holders}:
         for group, other in permutations(groups, 2):
-            for replica, rank in enumerate(plan.stages[group].ranks):
-                targets = peers_of(plan, Place(group, replica), other).targets
+            for rank in plan.stages[group].ranks:
+                place = plan.place(rank)
+                assert place is not None
+                targets = peers_of(plan, place, other).targets
                 pairs |= {(rank, target) for target in targets}
     return {_pair(one, other) for one, other in pairs if one != other}
 

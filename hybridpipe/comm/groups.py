@@ -27,19 +27,21 @@ class Communicators(NamedTuple):
         used: the ranks that the plan uses; None on the others.
         along: by the name of an axis of `Place`, the ranks whose places differ in it only, ordered by rank,
             so that Horovod's ring visits each host once; empty on an unused rank.
-        exchange: the rank's replicas once more, in the order of their numbers, for tokens of experts; None
-            where no stage splits some.
+        split: by the name of an axis along which a stage's layers may be split, the ranks along it once more,
+            in the order of their numbers, for what they exchange in a pass: tokens of experts among replicas,
+            sums among shards. Axes along which no stage of the plan is split are missing.
     """
 
     control: "WatchedComm"
     peers: MPI.Comm
     used: "WatchedComm | None"
     along: Mapping[str, "WatchedComm"]
-    exchange: "WatchedComm | None" = None
+    split: Mapping[str, "WatchedComm"]
 
     def free(self) -> None:
         """Free the communicators. Collective."""
-        for communicator in (self.control, self.peers, self.used, self.exchange, *self.along.values()):
+        of_some = (self.used, *self.along.values(), *self.split.values())
+        for communicator in (self.control, self.peers, *of_some):
             if communicator is not None:
                 communicator.Free()
 
@@ -88,22 +90,25 @@ def _split(world: MPI.Comm, plan: Plan) -> Communicators:
         """Return the ranks whose places differ in these axes at most; None on an unused rank.
 
         Args:
-            by_place: they are ordered by replica, not by rank.
+            by_place: they are ordered by place, not by rank.
         """
         rest = [place and place._replace(**dict.fromkeys(axes, 0)) for place in places]
         own, place = rest[world.rank], places[world.rank]
-        key = place.replica if by_place and place is not None else world.rank
+        key = getattr(place, axes[0]) if by_place and place is not None else world.rank
         made = world.Split(color=MPI.UNDEFINED if own is None else rest.index(own), key=key)
         return None if own is None else WatchedComm(made, world)
 
-    along = {axis: differing_in(axis) for axis in AXES}
-    splits = any(map(plan.splits_experts, range(plan.num_stages)))
+    def present(made: Mapping[str, WatchedComm | None]) -> dict[str, WatchedComm]:
+        return {axis: each for axis, each in made.items() if each is not None}
+
+    splits_experts = any(map(plan.splits_experts, range(plan.num_stages)))
+    splits = {"replica": splits_experts, "shard": plan.splits_tensors}
     return Communicators(
         control=WatchedComm(world.Dup(), world),
         peers=world.Dup(),
         used=differing_in(*Place._fields),
-        along={axis: made for axis, made in along.items() if made is not None},
-        exchange=differing_in("replica", by_place=True) if splits else None,
+        along=present({axis: differing_in(axis) for axis in AXES}),
+        split=present({axis: differing_in(axis, by_place=True) for axis, does in splits.items() if does}),
     )
 
 

@@ -27,6 +27,7 @@ from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.tensors import TensorTree, received, tensors_of
 from hybridpipe.planning.cost.memory import LOOK_AHEAD
 from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.routes import source_of, targets_of
 from hybridpipe.planning.schedules.instructions import Program, ReceiveActivation, ReceiveGradient
 
 KINDS = 3
@@ -34,7 +35,11 @@ ACTIVATION, GRADIENT, SPEC = range(KINDS)
 
 
 class _SpecKey(NamedTuple):
-    """The key of a spec: shapes depend on the cut, the peer, the microbatch's form, and training."""
+    """The key of a spec: shapes depend on the cut, the peer, the microbatch's form, and training.
+
+    Args:
+        peer: the rank that this one receives from; it also stands for those that this one sends to.
+    """
 
     cut: int
     peer: int
@@ -50,14 +55,18 @@ class PointToPoint:
     object a stage, with one courier.
     """
 
-    def __init__(self, plan: Plan, stage: int, courier: Courier, precision: Precision = FP32) -> None:
+    def __init__(
+        self, plan: Plan, stage: int, courier: Courier, precision: Precision = FP32, shard: int = 0
+    ) -> None:
         self._stage, self._courier = stage, courier
         self._sent = as_it_is if precision.low is None else precision.sent
         self._transport = courier.transport
         self._chunk = plan.chunk_of(stage)
         self._num_stages = plan.num_stages
         self._num_tags = READ_TAG // (KINDS * plan.num_stages)
-        self._rank_of = lru_cache(maxsize=1024)(plan.rank_of)
+        self._source_of = lru_cache(maxsize=1024)(partial(source_of, plan, shard=shard))
+        count = plan.stages[stage].tensor
+        self._targets_of = lru_cache(maxsize=1024)(partial(targets_of, plan, shard=shard, count=count))
         self._specs: dict[_SpecKey, Spec] = {}
         self.bytes_sent = 0
 
@@ -96,15 +105,17 @@ class PointToPoint:
         spec = spec_of(tensors, isinstance(value, Tensor), self._sent)
         key = self._key(microbatch, self._stage + 1)
         known = self._specs.setdefault(key, spec)
+        targets = self._targets_of(self._stage + 1, microbatch)
         if known is spec:
-            self._transport.send(encode_spec(spec), key.peer, self._tag(SPEC, microbatch, self._stage))
+            for peer in targets:
+                self._transport.send(encode_spec(spec), peer, self._tag(SPEC, microbatch, self._stage))
         elif known != spec:
             raise ProtocolError(
                 f"the output of stage {self._stage} changed for microbatches that look alike: "
                 f"{_describe(known)} before, {_describe(spec)} now; shapes and types must follow from those "
                 "of the inputs, and a data set whose samples differ in shape needs a collate_fn"
             )
-        self._send(ACTIVATION, microbatch, self._stage, key.peer, known, tensors)
+        self._send(ACTIVATION, microbatch, self._stage, targets, known, tensors)
 
     def send_gradient(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
         """Start sending the gradients of a stage's input to the stage before.
@@ -115,7 +126,8 @@ class PointToPoint:
         key = self._key(microbatch, self._stage - 1)
         spec = self._specs[key]
         wanted = [g for g, tensor in zip(gradients, spec.tensors, strict=True) if tensor.requires_grad]
-        self._send(GRADIENT, microbatch, self._stage - 1, key.peer, spec.gradients, wanted)
+        targets = self._targets_of(self._stage - 1, microbatch)
+        self._send(GRADIENT, microbatch, self._stage - 1, targets, spec.gradients, wanted)
 
     def receive_activation(self, microbatch: int) -> TensorTree:
         """Wait for a stage's input and return it as leaves of this stage's graph.
@@ -146,10 +158,14 @@ class PointToPoint:
         gradients = iter(self._received(ReceiveGradient(microbatch, self._chunk)))
         return [next(gradients) if tensor.requires_grad else None for tensor in spec.tensors]
 
-    def _send(self, kind: int, microbatch: int, cut: int, peer: int, spec: Spec, tensors: Content) -> None:
+    def _send(
+        self, kind: int, microbatch: int, cut: int, peers: list[int], spec: Spec, tensors: Content
+    ) -> None:
+        if not peers:  # other shards send
+            return
         header = kind, self._step, microbatch, cut, self._form(microbatch)
-        self.bytes_sent += spec.num_bytes
-        self._courier.send(spec, tensors, header, [peer], self._tag(kind, microbatch, cut))
+        self.bytes_sent += spec.num_bytes * len(peers)
+        self._courier.send(spec, tensors, header, peers, self._tag(kind, microbatch, cut))
 
     def _received(self, instruction: ReceiveActivation | ReceiveGradient) -> Content:
         """Wait for a message and return its tensors in their own types."""
@@ -202,7 +218,7 @@ class PointToPoint:
                 )
 
     def _key(self, microbatch: int, stage: int) -> _SpecKey:
-        cut, peer = min(stage, self._stage), self._rank_of(stage, microbatch)
+        cut, peer = min(stage, self._stage), self._source_of(stage, microbatch)
         return _SpecKey(cut, peer, self._form(microbatch), self._training)
 
     def _tag(self, kind: int, microbatch: int, cut: int) -> int:

@@ -52,6 +52,8 @@ class PlanOptions(PlanRequest):
         memory: the most bytes that each rank may have, such as "2GB"; None for the limits that are found.
         expert_plan: names the modules that hold experts, for stages that split them (`StageSpec.experts`),
             such as {"layers.*.moe.experts": "ep_dispatch_experts"}; None: as transformers' models say.
+        tensor_plan: names the modules whose weights shards share (`StageSpec.tensor`), such as
+            {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; None: as transformers' models say.
 
     Raises:
         ValueError: no plan has that source, or a value is out of range.
@@ -61,6 +63,7 @@ class PlanOptions(PlanRequest):
     predict: bool = False
     memory: int | str | None = None
     expert_plan: Mapping[str, str] | None = None
+    tensor_plan: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,8 +72,9 @@ class PlanOptions(PlanRequest):
             raise ValueError(f"source must be {', '.join(SOURCES)} or a .json file, got {self.source!r}")
         if self.memory is not None:
             memory_bytes("memory", self.memory)
-        if self.expert_plan is not None:
-            object.__setattr__(self, "expert_plan", _styles("expert_plan", self.expert_plan))
+        for name in ("expert_plan", "tensor_plan"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _styles(name, given))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,9 @@ def check_repeatable(plan: Plan, facts_of_data: Mapping[str, str], layers: Layer
     later = (layers.stage(stage.start, stage.stop) for stage in plan.stages[1:])
     inputs_too = "inputs" in anew and any(stage.needs_inputs(training=True) for stage in later)
     part = "target" if "target" in anew else "input" if inputs_too else None
-    if part is not None and plan.num_stages > 1:
+    if plan.splits_tensors:  # each shard of the first stage loads the inputs
+        part = part or ("input" if "inputs" in anew else None)
+    if part is not None and (plan.num_stages > 1 or plan.splits_tensors):
         raise ValueError(
             f"a sample's {part} changes each time it is loaded, so inputs and targets, which different ranks "
             "load, would not match: draw random numbers from torch, random or numpy.random only"

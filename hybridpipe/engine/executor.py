@@ -15,6 +15,7 @@ from hybridpipe.comm.status import Doing, rank_status
 from hybridpipe.data.stream import Minibatch, Stream, StreamedMicrobatch
 from hybridpipe.device import Lanes
 from hybridpipe.engine.loss_weights import EQUAL, LossWeights
+from hybridpipe.engine.splitting import whole_gradients
 from hybridpipe.engine.stashed_weights import StashedWeights
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import TensorTree, Tree, handed_over, map_tensors
@@ -52,6 +53,7 @@ from hybridpipe.planning.timeline import TimedEvent
 from hybridpipe.stage.losses import LossSum, MicrobatchLoss, summed
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.statistics import RunningStatistics
+from hybridpipe.stage.tensor_split import TensorSplit
 from hybridpipe.stage.weights import Weights
 
 Gradient = Sequence[torch.Tensor | None]
@@ -87,6 +89,7 @@ class RankParts(NamedTuple):
         loss_weights: the factor on gradients where losses are (sum, weight); None: those of one rank.
         scales: of the losses of minibatches in flight; None: the scale is that of `update`, or there is none.
         shards: what each of the stage's replicas updates; None: everything.
+        tensors: modules that the rank has in parts, as a shard; None: all are whole.
     """
 
     plan: Plan
@@ -101,6 +104,7 @@ class RankParts(NamedTuple):
     loss_weights: LossWeights | None = None
     scales: LossScales | None = None
     shards: Shards | None = None
+    tensors: TensorSplit | None = None
 
 
 class Executor:
@@ -112,7 +116,9 @@ class Executor:
         self.lanes, self.device, self.stages, self.p2p = parts.lanes, parts.lanes.device, stages, parts.p2p
         self.sync, self.update, self.check, self.shared = parts.sync, parts.update, parts.check, parts.shared
         self.loss_weights = parts.loss_weights or LossWeights(plan)
-        self.scales, self.shards = parts.scales, parts.shards
+        self.scales, self.shards, self.tensors = parts.scales, parts.shards, parts.tensors
+        # Other shards have the same losses and outputs.
+        self.counts = self.place is None or not self.place.shard
         # The chunks behind and before each one that lie on this rank, and so exchange without a message.
         self.behind = [plan.chunk_of(s + 1) if plan.hands_over(s) else None for s in self.held]
         self.before = [plan.chunk_of(s - 1) if plan.hands_over(s - 1) else None for s in self.held]
@@ -342,17 +348,27 @@ class ProgramRun:
             self.note(Load(m, c))
         weights, form = self.weights, self.executor.forms[c](m)
         if targets is None:
-            self.pass_on(m, c, stage.forward(at.microbatch, received, step, weights, m, inputs, form))
+            outputs = stage.forward(at.microbatch, received, step, weights, m, inputs, form)
+            self.note_made(outputs)
+            self.pass_on(m, c, outputs)
         else:
             samples, scale = at.minibatch_samples, self.scale_of(step).value
             loss = stage.forward_loss(
                 at.microbatch, received, targets, at.share, step, weights, m, inputs, samples, form, scale
             )
             self._check_loss(loss, at.share)
-            self.losses[m] = self.unchecked[m] = loss
+            self.note_made(loss.value)
+            self.unchecked[m] = loss
+            if self.executor.counts:
+                self.losses[m] = loss
             _drop(at)
         if not c:  # each of a rank's stages sees the same samples
             self.executor.statistics.num_samples += self.stream.sizes[m]
+
+    def note_made(self, made: TensorTree) -> None:
+        """Let shards compare what each of them has made alike, at their first update."""
+        if self.executor.tensors is not None:
+            self.executor.tensors.note(made)
 
     def _check_loss(self, loss: MicrobatchLoss, share: float) -> None:
         """Raise ValueError if the loss depends on nothing that is trained, or as `LossWeights.check`."""
@@ -428,10 +444,13 @@ class ProgramRun:
         """Apply the gradients, or skip the update where the check finds a number that is not finite."""
         count, step = instruction.num_minibatches, self.stream.step + self.covered
         check, update = self.executor.check, self.executor.update
+        if self.executor.tensors is not None:
+            self.executor.tensors.check_once(whole_gradients(self.executor.stages, self.executor.shards))
         covered = [m for m in self.unchecked if self.stream[m].step < step + count]  # later ones wait
         losses = {m: self.unchecked.pop(m) for m in covered}
         weights = self.executor.loss_weights
-        weighed = EQUAL if weights.are_all_means else weights.weigh(losses, self.stream.sizes)
+        mine = losses if self.executor.counts else {}
+        weighed = EQUAL if weights.are_all_means else weights.weigh(mine, self.stream.sizes)
         update.scale(weighed.factor)
         values = {m: loss.value for m, loss in losses.items()}
         scale = max(map(self.scale_of, range(step, step + count)))
@@ -537,8 +556,9 @@ class InferenceRun(ProgramRun):
         outputs = stage.infer(m, received, at.step, inputs, self.executor.forms[c](m))
         if stage.loss is None:
             self.pass_on(m, c, outputs)
-        else:
+        elif self.executor.counts:
             self.on_outputs(m, outputs, self.executor.to_device(at.minibatch.targets(at.microbatch)))
+        if stage.loss is not None:
             _drop(at)
 
     def join_forward(self, instruction: JoinForward) -> None:

@@ -15,6 +15,7 @@ from hybridpipe.model.held_part import held_part
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.loss_scale import LossScale
+from hybridpipe.optim.shards import axes_of
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates, versions_in_use
 from hybridpipe.stage.state import (
@@ -28,7 +29,6 @@ from hybridpipe.stage.state import (
     prefixed,
     put_optimizer,
     put_parts,
-    shaped,
     take_optimizer,
 )
 from hybridpipe.stage.statistics import statistics
@@ -116,19 +116,22 @@ def take(executor: Executor, plan: Plan, point: ResumePoint) -> RankState:
             then = {layers.key(path): copy for path, copy in before.buffers.items()}
             buffers = {key: then.get(key, buffer) for key, buffer in buffers.items()}
         assert place is not None
-        if place.replica == 0:
+        if place.is_first():
             stages[s] = _of_stage(executor, s, layers, buffers)
             _put_versions(executor, layers, versions_in_use(plan, place, point), stages[s])
             if plan.is_asynchronous:
                 stages[s].meta["newest"] = num_updates(plan, place.stage, point)
         else:
             own.tensors |= prefixed("model", buffers)
-            put_parts(own, in_parts(layers.tensors()))
+            parts = in_parts(layers.tensors())
+            put_parts(own, {key: t for key, t in parts.items() if place.is_first(axes_of(t, None))})
             _put_versions(executor, layers, _own_versions(plan, place, point), own)
-    if place is not None and place.replica and (own_ranges := ranges(executor)):
+    if place is not None and not place.is_first():
         held = [layers.owned_parameters().items() for layers in stage_modules(executor).values()]
-        divided = {p: key for owned in held for p, key in owned if key in own_ranges}
-        _take_optimizer(executor, divided, own)
+        shards = executor.shards
+        divided = {p: key for owned in held for p, key in owned if place.is_first(axes_of(p, shards))}
+        if divided:
+            _take_optimizer(executor, divided, own)
     if place is not None:
         own.meta[SAMPLES_SEEN] = executor.statistics.num_samples if before is None else before.num_samples
     random = Generators.now(executor.device).state()
@@ -168,9 +171,6 @@ def _put_update(executor: Executor, new: NewState) -> None:
     update = executor.update
     if update.optimizer is not None:
         put_optimizer(update.optimizer, updated(executor), new.parameters, not new.is_fresh)
-        for p in update.optimizer.state:
-            if held_part(p) is not None:  # it came in one dimension
-                update.optimizer.state[p] = shaped(update.optimizer.state[p], (p.numel(),), p.shape)
     if new.loss_scales:  # on all ranks alike, fresh or not
         if update.loss_scale.changes:
             update.loss_scale = new.loss_scales[-1]
@@ -203,15 +203,9 @@ def updated(executor: Executor) -> dict[Tensor, str]:
 
 
 def ranges(executor: Executor) -> dict[str, range]:
-    """Return the elements that this rank updates of each parameter that replicas divide, by its key."""
-    found = {}
-    for p, key in parameters(executor).items():
-        part = held_part(p)
-        if part is not None:
-            found[key] = part.elements
-        elif executor.shards is not None and p in executor.shards.ranges:
-            found[key] = executor.shards.ranges[p]
-    return found
+    """Return the elements that this rank updates of parameters whose update replicas divide, by key."""
+    found = {} if executor.shards is None else executor.shards.ranges
+    return {key: found[p] for p, key in parameters(executor).items() if p in found}
 
 
 def in_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,9 +221,8 @@ def _take_optimizer(executor: Executor, names: Mapping[Tensor, str], state: Stag
     parts = {p: p for p in names} if shards is None else shards.parts
     mine = {parts[p]: key for p, key in names.items() if p in parts}
     of_part = {} if shards is None else {part: shards.ranges[p] for p, part in parts.items() if part is not p}
-    held = ((p, held_part(p)) for p in names)
-    of_part |= {p: part.elements for p, part in held if part is not None}
-    take_optimizer(update.optimizer, mine, state, update.given.options, of_part)
+    held = {parts[p]: part for p in names if p in parts and (part := held_part(p)) is not None}
+    take_optimizer(update.optimizer, mine, state, update.given.options, of_part, held)
 
 
 def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[str, Tensor]) -> StageState:

@@ -14,10 +14,10 @@ from hybridpipe.collectives.backends import open_collectives
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.status import rank_status
-from hybridpipe.model.held_part import held_part
+from hybridpipe.model.held_part import axis_of
 from hybridpipe.optim.gradient_sync import BucketSync, GradientSync
 from hybridpipe.optim.sharded_sync import ShardedSync
-from hybridpipe.optim.shards import Shards
+from hybridpipe.optim.shards import Shards, axes_of
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.weights import sparse_parameters
@@ -30,13 +30,13 @@ class Replication(NamedTuple):
         parameters: of all stages that the rank holds.
         sync: None if the stage has one replica.
         shards: None if each replica updates all parameters.
-        is_first: of the replicas.
+        place: of the rank.
     """
 
     parameters: Sequence[Tensor]
     sync: GradientSync | None
     shards: Shards | None
-    is_first: bool
+    place: Place
 
     @property
     def parts(self) -> Mapping[Tensor, Tensor]:
@@ -49,9 +49,8 @@ class Replication(NamedTuple):
         Args:
             elsewhere: parameters that another stage counts.
         """
-        alike = (p for p, part in self.parts.items() if part is p and held_part(p) is None)
-        whole = [] if self.is_first else list(alike)
-        return [*whole, *(self.parts[p] for p in elsewhere if p in self.parts)]
+        others = (part for p, part in self.parts.items() if not self.place.is_first(axes_of(p, self.shards)))
+        return [*others, *(self.parts[p] for p in elsewhere if p in self.parts)]
 
 
 def replication(
@@ -71,22 +70,22 @@ def replication(
         shared: parameters that ranks of other stages hold as well.
     """
     uses = Counter(p for stage in stages for p in stage.module.parameters())
-    parameters, is_first = list(uses), replicas.rank == 0
+    parameters = list(uses)
     if replicas.size == 1:
-        return Replication(parameters, None, None, is_first)
+        return Replication(parameters, None, None, place)
     assert plan.sync is not None
     with rank_status.waiting(f"start of {plan.sync}", replicas.ranks):
         collectives = open_collectives(plan.sync, replicas, transport, stages[0].device)
     sparse = set().union(*(sparse_parameters(stage.module) for stage in stages))
     late = [p for p, count in uses.items() if count > 1]
     zero, scatters = plan.zero_of(place.stage), plan.scatters(place.stage)
-    alike = [p for p in parameters if held_part(p) is None]
+    alike = [p for p in parameters if axis_of(p) != "replica"]
     if not zero:
         sync = BucketSync(alike, replicas, collectives, compression, sparse, late)
-        return Replication(parameters, sync, None, is_first)
+        return Replication(parameters, sync, None, place)
     frees = zero == 2
     shards = Shards(parameters, replicas.rank, replicas.ranks, collectives.all_gather, sparse, frees)
     sync = ShardedSync(
         alike, replicas, collectives, shards, scatters, frees, shared, compression, sparse, late
     )
-    return Replication(parameters, sync, shards, is_first)
+    return Replication(parameters, sync, shards, place)

@@ -31,7 +31,11 @@ def broadcast(model: nn.Module, control: MPI.Comm) -> None:
 
 
 def gather(
-    model: nn.Module, keys: Iterable[str], ranks: Mapping[str, Sequence[int]], control: MPI.Comm
+    model: nn.Module,
+    keys: Iterable[str],
+    ranks: Mapping[str, Sequence[int]],
+    split: Mapping[str, HeldPart],
+    control: MPI.Comm,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of the model's state on rank 0, on the CPU, one at a time. Collective.
 
@@ -39,22 +43,24 @@ def gather(
 
     Args:
         keys: of the tensors, in the same order on all ranks.
-        ranks: the rank that has each tensor of the state, or those that have a part of it each.
+        ranks: the rank that has each tensor of the state, or those that have its parts, in their order.
+        split: one part of each tensor that ranks have in parts.
     """
     forms, state = whole_forms(model), model.state_dict(keep_vars=True)
     for key in keys:
-        holders, own, shape = ranks[key], state[key].detach(), forms[key].shape
-        is_whole = len(holders) == 1
-        whole = _moved(own, shape, holders[0], control) if is_whole else _joined(own, shape, holders, control)
+        holders, own, part = ranks[key], state[key].detach(), split.get(key)
+        if part is None:
+            whole = _moved(own, forms[key].shape, holders[0], control)
+        else:
+            whole = _joined(own, part.others, holders, control)
         if whole is not None:
             yield key, whole
 
 
-def _joined(own: Tensor, shape: torch.Size, ranks: Sequence[int], control: MPI.Comm) -> Tensor | None:
+def _joined(own: Tensor, parts: list[HeldPart], ranks: Sequence[int], control: MPI.Comm) -> Tensor | None:
     """Return on rank 0 the tensor of which ranks have a part each; None elsewhere. Collective."""
-    whole = torch.empty(shape, dtype=own.dtype) if control.rank == 0 else None
-    for i, rank in enumerate(ranks):
-        part = HeldPart.along_first(shape, i, len(ranks))
+    whole = torch.empty(parts[0].whole, dtype=own.dtype) if control.rank == 0 else None
+    for part, rank in zip(parts, ranks, strict=True):
         values = _moved(own, part.shape, rank, control)
         if whole is not None and values is not None:
             part.put(whole, values)

@@ -22,6 +22,7 @@ from hybridpipe.comm.idle import cores_to_spare
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.p2p import PointToPoint
+from hybridpipe.comm.sums import TensorSums
 from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.device import lanes_of
 from hybridpipe.engine import rank_state, whole_state
@@ -31,14 +32,14 @@ from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.engine.pending import PendingLosses, blank, carried
 from hybridpipe.engine.rank_state import NewState, RankState
 from hybridpipe.engine.replication import replication
-from hybridpipe.engine.splitting import split_experts
+from hybridpipe.engine.splitting import NOTHING_TO_SPLIT, Splittable, split_experts, split_tensors
 from hybridpipe.environment.allocator import returning_freed_memory
 from hybridpipe.errors import UserError
 from hybridpipe.health import failure, faults, preemption
 from hybridpipe.model.deferred_init.deferred import Numbers
-from hybridpipe.model.experts import Experts, split_by
 from hybridpipe.model.layers import Layers
 from hybridpipe.model.structure import Structure
+from hybridpipe.model.tensor_plan import SHARD
 from hybridpipe.model.tensors import Tree
 from hybridpipe.optim.loss_scale import DYNAMIC, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
@@ -51,6 +52,7 @@ from hybridpipe.planning.schedules.resume_point import ResumePoint, resumed_prog
 from hybridpipe.planning.timeline import TimedEvent
 from hybridpipe.stage.losses import LossSum
 from hybridpipe.stage.stage import Stage
+from hybridpipe.stage.tensor_split import TensorSplit
 from hybridpipe.types import Loss
 
 
@@ -65,7 +67,7 @@ class Worker:
         seed: seed of the run's random numbers.
         progress_thread: True if the transport needs a thread that moves messages while the rank computes.
         numbers: of the tensors on the meta device, of which the rank gets those of its stages.
-        experts: the modules whose experts the plan may split.
+        splittable: the modules that the plan may split over ranks.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Worker:
         seed: int,
         progress_thread: bool,
         numbers: Numbers | None = None,
-        experts: Sequence[Experts] = (),
+        splittable: Splittable = NOTHING_TO_SPLIT,
     ) -> None:
         self.layers, self.model, self.plan, self.device = layers, layers.model, plan, device
         self.lanes = lanes_of(device)
@@ -98,8 +100,8 @@ class Worker:
         self._left = False
         self.end_requested = False  # by a callback of this rank
         whole_state.broadcast(self.model, self.control)
-        self.split = split_by(plan, experts, layers.holders(plan))  # the stage of each key in parts
-        self._split_experts(experts, numbers)
+        self.tensors: TensorSplit | None = None  # the modules that this rank has in parts
+        self._split(splittable, numbers)
         if numbers is not None and self.place is not None:
             spans = (plan.stages[s] for s in plan.held_stages(self.place))
             with returning_freed_memory():
@@ -110,18 +112,33 @@ class Worker:
         self._program = lru_cache(maxsize=8)(self._make_program)
         self._forward_program = lru_cache(maxsize=8)(self._make_forward_program)
 
-    def _split_experts(self, experts: Sequence[Experts], numbers: Numbers | None) -> None:
-        """Leave this rank's part of experts in the model. Collective."""
-        why, exchange = None, self.communicators.exchange
-        if exchange is not None and self.place is not None and exchange.size > 1:
-            mine = [each for each in experts if self.split.get(each.keys[0]) == self.place.stage]
-            rows = RowExchange(exchange, self.transport)
+    def _split(self, splittable: Splittable, numbers: Numbers | None) -> None:
+        """Leave this rank's part of what its stages split in the model. Collective."""
+        holders = self.layers.holders(self.plan)
+        self.parts = splittable.parts(self.model, self.plan, holders)  # the first of each parameter in parts
+        held = () if self.place is None else self.plan.held_stages(self.place)
+        here = {key: part for key, part in self.parts.items() if not set(holders[key]).isdisjoint(held)}
+        why, along = None, self.communicators.split
+        if "replica" in along and along["replica"].size > 1:
+            assert self.place is not None
+            experts = [each for each in splittable.experts if each.keys[0] in here]
+            rows = RowExchange(along["replica"], self.transport)
             with failure.guard():
                 try:
-                    split_experts(self.model, mine, self.plan, self.place, rows, numbers)
+                    split_experts(self.model, experts, self.plan, self.place, rows, numbers)
                 except UserError as error:  # of the user's module, the same on all replicas
                     why = str(error)
-        if self.split:
+        if "shard" in along and along["shard"].size > 1:
+            inside = [
+                each
+                for each in splittable.tensors
+                if any(not set(holders[key]).isdisjoint(held) for key in each.all_keys(self.model))
+            ]
+            of_shards = {key: part for key, part in here.items() if part.axis == SHARD}
+            sums = TensorSums(along["shard"], self.transport)
+            with failure.guard():
+                self.tensors = split_tensors(self.model, inside, of_shards, sums, numbers)
+        if self.parts:
             self._refuse(why)
             self._settle()  # records stay: they call what holds experts as a whole
 
@@ -154,13 +171,14 @@ class Worker:
             lanes=self.lanes,
             update=update,
             stages=stages,
-            p2p=[PointToPoint(plan, s, self.courier, self.layers.precision) for s in held],
+            p2p=[PointToPoint(plan, s, self.courier, self.layers.precision, place.shard) for s in held],
             sync=tie.sync,
             check=NonfiniteCheck(rule.on_nonfinite, plan, place, stages, agree, elsewhere, tie.parts),
             shared=SharedGradients(plan, place, groups, self.courier, rule.compression) if groups else None,
             loss_weights=LossWeights(plan, self._sum_over_updating_ranks),
             scales=LossScales(DYNAMIC, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
             shards=tie.shards,
+            tensors=self.tensors,
         )
         if isinstance(self.transport, FaultyTransport):
             return FaultyExecutor(parts, self.transport)
@@ -509,10 +527,12 @@ class Worker:
     def gathered(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors of the whole model's present state on rank 0 (`whole_state.gather`). Collective."""
         self.average_statistics()
-        holders = self.layers.holders(self.plan)
-        ranks_of = {key: self.plan.stages[stages[0]].ranks for key, stages in holders.items()}
-        ranks = {key: each if key in self.split else each[:1] for key, each in ranks_of.items()}
-        yield from whole_state.gather(self.model, keys, ranks, self.control)
+        axes = {key: part.axis for key, part in self.parts.items()}
+        ranks = {
+            key: self.plan.stages[stages[0]].holders_along(axes.get(key))
+            for key, stages in self.layers.holders(self.plan).items()
+        }
+        yield from whole_state.gather(self.model, keys, ranks, self.parts, self.control)
 
     def close(self) -> None:
         """End background communication and free the communicators. Collective.
@@ -526,6 +546,8 @@ class Worker:
             self.executor.sync.close()
         for experts in (each for stage in self.executor.stages for each in stage.experts):
             experts.is_closed = True
+        if self.tensors is not None:
+            self.tensors.is_closed = True
         self.courier.close()
         self.transport.close()
         self.communicators.free()

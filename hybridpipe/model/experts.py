@@ -4,7 +4,6 @@ Knows modules, their plans and the plan of stages; no messages. The vocabulary o
 Invariant: a plan is taken whole or refused in one line; a part of a plan would train something else.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 
 from hybridpipe.model.deferred_init.deferred import Numbers
 from hybridpipe.model.held_part import HeldPart, part_of
+from hybridpipe.model.parallel_plans import StylePlan, entries_of, matched
 from hybridpipe.model.plan_fit import uses_of
 from hybridpipe.model.stage_module import joined
 from hybridpipe.planning.plan import Plan
 
 MODULE, PARAMETER = "ep_dispatch_experts", "grouped_gemm"  # the styles of a plan
-ExpertPlan = Mapping[str, str]
 
 
 class Experts(NamedTuple):
@@ -43,7 +42,7 @@ class Experts(NamedTuple):
         return tuple(joined(self.path, name) for name in self.parameters)
 
 
-def experts_of(model: nn.Module, given: ExpertPlan | None = None) -> list[Experts]:
+def experts_of(model: nn.Module, given: StylePlan | None = None) -> list[Experts]:
     """Return the modules of a model that hold experts, in the order of its modules.
 
     Args:
@@ -62,47 +61,20 @@ def experts_of(model: nn.Module, given: ExpertPlan | None = None) -> list[Expert
     return found
 
 
-def _paths(model: nn.Module, given: ExpertPlan | None) -> list[str]:
+def _paths(model: nn.Module, given: StylePlan | None) -> list[str]:
     """Return the paths of the modules that plans call `ep_dispatch_experts`."""
-    plans = {"": given} if given is not None else _own_plans(model)
-    names = [path for path, _ in model.named_modules()]
     wanted: set[str] = set()
     parameters: dict[str, str] = {}
-    for above, plan in plans.items():
-        for pattern, style in plan.items():
-            where = f"expert plan: {joined(above, pattern)!r}"
-            if style not in (MODULE, PARAMETER):
-                own = "" if given is not None else " in the model's own plan: give another one as expert_plan"
-                raise ValueError(f"{where}: style must be {MODULE} or {PARAMETER}, got {style!r}{own}")
-            owner = pattern if style == MODULE else pattern.rpartition(".")[0]
-            matched = [path for path in names if _matches(joined(above, owner), path)]
-            if not matched and given is not None:
-                raise ValueError(f"{where} must name a module of the model, got none")
-            if style == MODULE:
-                wanted.update(matched)
-            else:
-                parameters |= dict.fromkeys(matched, where)
+    for entry in entries_of(model, given, "ep_plan", (MODULE, PARAMETER), "expert"):
+        if entry.style == MODULE:
+            wanted.update(matched(model, entry))
+        else:
+            owner = entry.pattern.rpartition(".")[0]
+            parameters |= dict.fromkeys(matched(model, entry, owner), entry.where)
     for path, where in parameters.items():
         if path not in wanted:
             raise ValueError(f"{where}: its module must be in the plan as {MODULE}, and is not")
-    return [path for path in names if path in wanted]
-
-
-def _own_plans(model: nn.Module) -> dict[str, ExpertPlan]:
-    """Return the plans of the topmost modules that have one, by their paths."""
-    found: dict[str, ExpertPlan] = {}
-    for path, module in model.named_modules():
-        plan = getattr(module, "ep_plan", None)
-        inside = any(not above or f"{path}.".startswith(f"{above}.") for above in found)
-        if isinstance(plan, Mapping) and plan and not inside:
-            found[path] = plan
-    return found
-
-
-def _matches(pattern: str, path: str) -> bool:
-    pattern = pattern.removesuffix(".")  # of a module that is named by its own plan
-    parts = (re.escape(each).replace(r"\*", "[^.]+") for each in pattern.split("."))
-    return re.fullmatch(r"\.".join(parts), path) is not None
+    return [path for path, _ in model.named_modules() if path in wanted]
 
 
 def _experts_at(model: nn.Module, path: str) -> Experts:
@@ -167,7 +139,7 @@ def hold_part(model: nn.Module, experts: Experts, index: int, count: int, number
         owner = module.get_submodule(name.rpartition(".")[0])
         last = name.rpartition(".")[2]
         parameter: Tensor = owner._parameters[last]  # type: ignore[assignment]  # none is None
-        part = HeldPart.along_first(parameter.shape, index, count)
+        part = HeldPart(parameter.shape, "replica", index, count)
         whole = parameter.detach()
         if whole.is_meta:
             assert numbers is not None

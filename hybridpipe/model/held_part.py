@@ -1,12 +1,11 @@
 """Held part: the part of a parameter that a rank has, where its stage is split over several ranks.
 
 Knows one parameter, no rank and no plan. It is written on the parameter itself, so whoever has one can ask.
-Invariant: a part is a `range` of the whole parameter's elements in C order, whole along all dimensions but
-the first.
+Invariant: the parts of a parameter are equal slices along one dimension, of every weight that it packs.
 """
 
-import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,42 +13,87 @@ from torch import Tensor, nn
 _ATTRIBUTE = "_hybridpipe_part"
 
 
-class HeldPart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class HeldPart:
     """The part of a parameter that a rank has.
 
     Args:
         whole: shape of the whole parameter.
-        elements: those that are here.
+        axis: of `Place`, along which ranks have its parts.
+        index: of this part.
+        count: number of parts.
+        dim: dimension along which it is cut.
+        packs: number of weights that stand one after the other along `dim`, each of which is cut: 2 for the
+            gate and the up-projection in one weight.
     """
 
     whole: torch.Size
-    elements: range
+    axis: str
+    index: int
+    count: int
+    dim: int = 0
+    packs: int = 1
 
-    @classmethod
-    def along_first(cls, whole: torch.Size, index: int, count: int) -> "HeldPart":
-        """Return part `index` of `count` equal ones along the first dimension."""
-        size = whole.numel() // count
-        return cls(whole, range(index * size, (index + 1) * size))
+    @property
+    def is_possible(self) -> bool:
+        """True if the parameter has such a part."""
+        in_range = self.index < self.count and self.packs and 0 <= self.dim < len(self.whole)
+        return bool(in_range) and self.whole[self.dim] % (self.packs * self.count) == 0
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the part."""
-        rest = self.whole[1:]
-        return torch.Size([len(self.elements) // math.prod(rest), *rest])
+        sizes = list(self.whole)
+        sizes[self.dim] //= self.count
+        return torch.Size(sizes)
+
+    @property
+    def others(self) -> "list[HeldPart]":
+        """All parts of the parameter, in their order, this one among them."""
+        return [replace(self, index=i) for i in range(self.count)]
 
     def of(self, whole: Tensor) -> Tensor:
         """Return a copy of this part of a whole tensor."""
-        return whole.reshape(-1)[self.elements.start : self.elements.stop].clone().view(self.shape)
+        return torch.cat(list(self._slices(whole)), self.dim)
 
     def put(self, whole: Tensor, part: Tensor) -> None:
-        """Write a part into a whole, contiguous tensor."""
-        whole.view(-1)[self.elements.start : self.elements.stop] = part.reshape(-1)
+        """Write a part into a whole tensor."""
+        for to, values in zip(self._slices(whole), part.chunk(self.packs, self.dim), strict=True):
+            to.copy_(values)
+
+    @property
+    def spans(self) -> list[range]:
+        """The indices along `dim` that the part has, of each weight that the parameter packs."""
+        packed = self.whole[self.dim] // self.packs
+        length = packed // self.count
+        starts = (i * packed + self.index * length for i in range(self.packs))
+        return [range(start, start + length) for start in starts]
+
+    def _slices(self, whole: Tensor) -> Iterator[Tensor]:
+        """Yield views of the part's slices."""
+        return (whole.narrow(self.dim, span.start, len(span)) for span in self.spans)
+
+
+def common_elements(one: HeldPart | None, other: HeldPart | None, shape: torch.Size) -> int:
+    """Return the number of elements of a parameter that two parts have in common; None is all of it."""
+    if one is None or other is None:
+        return min(shape.numel() if each is None else each.shape.numel() for each in (one, other))
+    if one.dim != other.dim:
+        return shape.numel() // (one.count * other.count)
+    both = (range(max(a.start, b.start), min(a.stop, b.stop)) for a in one.spans for b in other.spans)
+    return sum(map(len, both)) * (shape.numel() // shape[one.dim])
 
 
 def held_part(parameter: Tensor) -> HeldPart | None:
     """Return what part of a parameter is here; None: all of it."""
     part: HeldPart | None = getattr(parameter, _ATTRIBUTE, None)
     return part
+
+
+def axis_of(parameter: Tensor) -> str | None:
+    """Return the axis along which ranks have parts of a parameter; None where it is whole."""
+    part = held_part(parameter)
+    return None if part is None else part.axis
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:

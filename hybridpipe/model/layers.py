@@ -15,6 +15,7 @@ from hybridpipe.errors import UserError
 from hybridpipe.model import plan_fit, sequential
 from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import SEQUENTIAL, WHOLE, LayerFacts, ModelExplanation
+from hybridpipe.model.parallel_plans import StylePlan
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.recorded import RecordedModel
 from hybridpipe.model.recording import (
@@ -26,6 +27,7 @@ from hybridpipe.model.recording import (
 )
 from hybridpipe.model.settings import Settings
 from hybridpipe.model.stage_module import StageModule
+from hybridpipe.model.tensor_plan import called_whole
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import SharedParameter
 from hybridpipe.types import Loss
@@ -193,14 +195,18 @@ def layers_of(
     loss: Loss | None = None,
     targets: Any = None,
     precision: Precision = FP32,
+    tensor_plan: StylePlan | None = None,
 ) -> Layers:
     """Return the layers of any model; one whose forward or loss cannot run in stages is one layer.
 
     Args:
         inputs, loss, targets: as for `RecordedModel`.
+        tensor_plan: as for `split_modules_of`; a module whose parts it splits stays one.
     """
     try:
-        known = known_layers(model, precision)
-        return known or RecordedModel(model, Records(model, precision), inputs, loss, targets)
+        if known := known_layers(model, precision):
+            return known
+        records = Records(model, precision, closed=called_whole(model, tensor_plan))
+        return RecordedModel(model, records, inputs, loss, targets)
     except Unsplittable as error:
         return SequentialLayers(model, error, precision)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def random_key(seed: int, step: int, microbatch: int, layer: int) -> int:
@@ -48,6 +48,11 @@ def seed_generators(key: int, device: torch.device, python_too: bool) -> None:
     if python_too:
         random.seed(key)
         np.random.seed(key % 2**32)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of the torch generator that layers on a device draw from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def seed_place(

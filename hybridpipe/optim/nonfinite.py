@@ -60,7 +60,7 @@ class NonfiniteCheck:
     ) -> None:
         self._policy, self._stages, self._agree = policy, stages, agree
         self._held, self._last = plan.held_stages(place), plan.num_stages - 1
-        self._rank, self._num_ranks = plan.stages[place.stage].ranks[place.replica], max(plan.ranks) + 1
+        self._rank, self._num_ranks = plan.rank_at(place), max(plan.ranks) + 1
         behind = min(self._last - max(self._held), MOST_STAGGERS)
         self._stagger_seconds = STAGGER_SECONDS * (behind + 0.5 * (place.replica > 0))
         own = dict.fromkeys(p for stage in stages for p in stage.module.parameters())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybridpipe.collectives.all_gather import Gather
 from hybridpipe.collectives.protocol import Handle
 from hybridpipe.comm.status import rank_status
-from hybridpipe.model.held_part import held_part
+from hybridpipe.model.held_part import axis_of
 from hybridpipe.optim.gradient_sync import filled
 from hybridpipe.optim.layout import ShardLayout
 from hybridpipe.optim.named import with_parameters
@@ -102,7 +102,7 @@ class Shards:
         overlapping = _overlapping(given)
         for p in given:
             is_array = p.is_contiguous() and p.ndim and p.numel()
-            if is_array and p not in sparse and p not in overlapping and held_part(p) is None:
+            if is_array and p not in sparse and p not in overlapping and axis_of(p) != "replica":
                 kinds[p.dtype, p.device, p.requires_grad].append(p)
         buckets = [bucket for alike in kinds.values() for bucket in filled(alike)]
         self.buckets = [FlatBucket(bucket, replica, len(ranks)) for bucket in buckets]
@@ -165,6 +165,13 @@ class Shards:
         self.bytes_gathered += bucket.weights.nbytes
         for parameter in bucket.parameters:  # autograd shall detect a graph of the weights before
             torch.autograd.graph.increment_version(parameter)
+
+
+def axes_of(parameter: Tensor, shards: Shards | None) -> set[str]:
+    """Return the axes of `Place` along which ranks update different elements of a parameter."""
+    axis = axis_of(parameter)
+    is_sharded = shards is not None and parameter in shards.ranges
+    return {*([] if axis is None else [axis]), *(["replica"] if is_sharded else [])}
 
 
 def take_over(

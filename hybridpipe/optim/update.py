@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.config.options import UpdateOptions
-from hybridpipe.model.held_part import held_part
+from hybridpipe.model.held_part import axis_of
 from hybridpipe.model.precision import Precision
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
@@ -34,6 +34,7 @@ from hybridpipe.torch_private import foreach_mul_, foreach_norm
 from hybridpipe.types import OptimizerFactory
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+_SPLIT = {"replica": ("experts", "experts = false"), "shard": ("weights", "tensor = 1")}  # along an axis
 
 
 class LearningRate:
@@ -142,10 +143,12 @@ class UpdateRule(UpdateOptions):
         if not has_all and (why := why_not_apart(self._optimizer, everything, parameters, sparse=sparse)):
             needed = "several stages need an optimizer that updates each parameter by itself"
             return f"{needed}: {why}; clip by clip_grad_norm, take plan='dp', {allowed}"
-        halves = {p: range(p.numel() // 2, p.numel()) for p in parameters if held_part(p) is not None}
+        split = {p: axis for p in parameters if (axis := axis_of(p)) is not None}
+        halves = {p: range(p.numel() // 2, p.numel()) for p in split}
         if halves and (why := why_not_apart(self._optimizer, parameters, parameters, halves, sparse)):
-            needed = "split experts need an optimizer that updates each element by itself"
-            return f"{needed}: {why}; set experts = false, {allowed}"
+            what, option = _SPLIT[next(iter(split.values()))]
+            needed = f"split {what} need an optimizer that updates each element by itself"
+            return f"{needed}: {why}; set {option}, {allowed}"
         if shards is None or not shards.ranges:
             return None
         why = why_not_apart(self._optimizer, parameters, parameters, shards.ranges, sparse)

@@ -274,8 +274,10 @@ def place_name(plan: Plan, place: Place) -> str:
     """Return the stages and the replica of a rank, in words."""
     stages = plan.held_stages(place)
     held = ", ".join(map(str, stages)) if len(stages) <= 3 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
-    replica = f" · replica {place.replica}" if plan.replicas[place.stage] > 1 else ""
-    return f"stage{'s' if len(stages) > 1 else ''} {held}{replica}"
+    spec = plan.stages[place.stage]
+    replica = f" · replica {place.replica}" * (spec.replicas > 1)
+    shard = f" · shard {place.shard}" * (spec.tensor > 1)
+    return f"stage{'s' if len(stages) > 1 else ''} {held}{replica}{shard}"
 
 
 def _shade(colour: str, share: float) -> str:

@@ -6,7 +6,7 @@ section 3.3).
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -45,14 +45,23 @@ class Place(NamedTuple):
     replica: int
     shard: int = 0
 
+    def is_first(self, but_for: Collection[str] = ()) -> bool:
+        """Return True for the first of the ranks that hold the same.
+
+        Args:
+            but_for: the axes along which ranks hold different parts of it.
+        """
+        return all(name in but_for or not getattr(self, name) for name in ("replica", "shard"))
+
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """A stage: the layers `[start, stop)`, held by `replicas` ranks.
+    """A stage: the layers `[start, stop)`, held by `replicas` × `tensor` ranks.
 
     Args:
         start, stop: layers, counted from 0.
-        ranks: in the order of the replicas; empty: the plan numbers them.
+        ranks: in the order of the replicas, the shards of each one after the other; empty: the plan numbers
+            them.
         recompute: the stage keeps only its inputs and runs the forward again before the backward (GPipe,
             Huang et al. 2019, section 2.3).
         zero: what its replicas shard (ZeRO, Rajbhandari et al., SC 2020, section 5): 0
@@ -61,9 +70,11 @@ class StageSpec:
         scatter: under `zero` gradients are reduced by a reduce-scatter; False: by an all-reduce.
         experts: each replica holds its share of the experts of every mixture in the stage, and replicas
             exchange tokens (GShard, Lepikhin et al., ICLR 2021, section 3). Without meaning for one replica.
+        tensor: ranks of a replica, its shards. Each holds a part of the weights that the model's tensor plan
+            names, and they sum what the parts make (Megatron-LM, Shoeybi et al. 2019, section 3).
 
     Raises:
-        ValueError: the stage is empty, `ranks` does not name `replicas` ranks, or `zero` is none of these.
+        ValueError: the stage is empty, `ranks` does not name as many ranks, or `zero` is none of these.
     """
 
     start: int
@@ -74,27 +85,46 @@ class StageSpec:
     zero: int = 0
     scatter: bool = False
     experts: bool = False
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(map(plain, self.ranks)))
-        for name in ("start", "stop", "replicas", "zero"):
+        for name in ("start", "stop", "replicas", "zero", "tensor"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         non_negative_int("start", self.start)
-        positive_int("replicas", self.replicas)
-        if self.replicas > MAX_RANKS:
-            raise ValueError(f"replicas must be an integer <= {MAX_RANKS}, got {self.replicas}")
+        for name in ("replicas", "tensor"):
+            positive_int(name, getattr(self, name))
+            if getattr(self, name) > MAX_RANKS:
+                raise ValueError(f"{name} must be an integer <= {MAX_RANKS}, got {getattr(self, name)}")
         positive_int("stop", self.stop)
         if self.stop <= self.start:
             raise ValueError(
                 f"stop must be > start = {self.start}, got {self.stop}: a stage holds at least one layer"
             )
-        if self.ranks and len(self.ranks) != self.replicas:
-            raise ValueError(
-                f"ranks must name replicas = {self.replicas} ranks, got {len(self.ranks)}: {list(self.ranks)}"
-            )
+        if self.ranks and len(self.ranks) != self.num_ranks:
+            count = f"replicas = {self.replicas}" + f" times tensor = {self.tensor}" * (self.tensor > 1)
+            raise ValueError(f"ranks must name {count} ranks, got {len(self.ranks)}: {list(self.ranks)}")
         for rank in self.ranks:
             non_negative_int("ranks", rank)
         check_zero(self.zero)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of its ranks."""
+        return self.replicas * self.tensor
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The first shard of each replica."""
+        return self.ranks[:: self.tensor]
+
+    def holders_along(self, axis: str | None) -> tuple[int, ...]:
+        """Return the ranks that have the parts of a parameter, in their order.
+
+        Args:
+            axis: of `Place`, along which it is in parts; None: it is whole, and the first rank has it.
+        """
+        return {"replica": self.leaders, "shard": self.ranks[: self.tensor]}.get(axis or "", self.ranks[:1])
 
 
 class Variant(NamedTuple):
@@ -249,6 +279,7 @@ class Plan:
         self._check_schedule()
         self._check_zero()
         self._check_experts()
+        self._check_tensor()
         if self.sync is not None:
             one_of("sync", self.sync, BACKENDS)
         positive_int("num_layers", self.num_layers)
@@ -281,10 +312,10 @@ class Plan:
         if any(named) and not all(named):
             raise ValueError("ranks must be named for every stage or for none, got some")
         if not any(named) and len(stages) >= self.chunks:
-            edges = list(accumulate((stage.replicas for stage in stages[: self.num_groups]), initial=0))
+            edges = list(accumulate((stage.num_ranks for stage in stages[: self.num_groups]), initial=0))
             firsts = [edges[self.group_of(s)] for s in range(len(stages))]
             stages = tuple(
-                replace(stage, ranks=tuple(range(first, first + stage.replicas)))
+                replace(stage, ranks=tuple(range(first, first + stage.num_ranks)))
                 for first, stage in zip(firsts, stages, strict=True)
             )
         object.__setattr__(self, "stages", stages)
@@ -377,11 +408,20 @@ class Plan:
                 raise ValueError(f"{where} under {self.schedule}, got true: they go with {', '.join(takers)}")
             if self.zero_of(s) == 2:
                 raise ValueError(f"{where} where zero is 2, got true: set zero = 1")
+            if self.stages[s].tensor > 1:
+                raise ValueError(f"{where} where tensor is {self.stages[s].tensor}, got true")
             if self.max_in_flight is not None:
                 raise ValueError(
                     f"max_in_flight must not be given where stages split experts, got {self.max_in_flight}: "
                     "replicas wait for each other in each pass, so they must have enough in flight"
                 )
+
+    def _check_tensor(self) -> None:
+        """Raises ValueError for shards under a schedule that cannot have them."""
+        for s, stage in enumerate(self.stages):
+            if stage.tensor > 1 and self.is_asynchronous:
+                told = f"must be 1 under {self.schedule}, got {stage.tensor}: take a synchronous schedule"
+                raise ValueError(f"stages[{s}].tensor {told}")
 
     def _check_split_option(self, name: str, count: int) -> None:
         """Raises ValueError unless the schedule takes the option, and the count is one."""
@@ -458,7 +498,7 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """The number of ranks that the plan uses; further ranks of the world idle."""
-        return sum(self.replicas[: self.num_groups])
+        return sum(stage.num_ranks for stage in self.stages[: self.num_groups])
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -469,9 +509,12 @@ class Plan:
     def name(self) -> str:
         """The replica counts as the literature writes them: "15-1", or "4" for plain data parallelism.
 
-        In "1-1x3" two ranks hold three stages each.
+        In "1-1x3" two ranks hold three stages each; in "2t4-1" the first stage has two replicas of four
+        shards each.
         """
-        return "-".join(map(str, self.replicas[: self.num_groups])) + f"x{self.chunks}" * (self.chunks > 1)
+        groups = self.stages[: self.num_groups]
+        counts = (f"{each.replicas}" + f"t{each.tensor}" * (each.tensor > 1) for each in groups)
+        return "-".join(counts) + f"x{self.chunks}" * (self.chunks > 1)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -482,8 +525,24 @@ class Plan:
         """Return the rank's place in the first stage that it holds; None if the plan leaves it unused."""
         for s, stage in enumerate(self.stages):
             if rank in stage.ranks:
-                return Place(s, stage.ranks.index(rank))
+                return Place(s, *divmod(stage.ranks.index(rank), stage.tensor))
         return None
+
+    def rank_at(self, place: Place) -> int:
+        """Return the rank at a place."""
+        return self.rank_of(place.stage, place.replica, place.shard)
+
+    @property
+    def splits_tensors(self) -> bool:
+        """True if replicas of a stage have several shards."""
+        return any(stage.tensor > 1 for stage in self.stages)
+
+    def of_leaders(self) -> "Plan":
+        """Return the plan of each replica's first shard; the others do the same at the same time."""
+        if not self.splits_tensors:
+            return self
+        stages = tuple(replace(stage, ranks=stage.leaders, tensor=1) for stage in self.stages)
+        return replace(self, stages=stages, predicted=None)
 
     def group_of(self, stage: int) -> int:
         """Return the group of ranks that holds a stage: the number of its first stage."""
@@ -533,6 +592,10 @@ class Plan:
         spec = self.stages[stage]
         return spec.experts and spec.replicas > 1
 
+    def splits(self, stage: int) -> bool:
+        """True if ranks of a stage hold parts of its parameters."""
+        return self.splits_experts(stage) or self.stages[stage].tensor > 1
+
     def defers_wgrad(self, stage: int) -> bool:
         """True if the last backward's deferred products are computed after its gradient is sent.
 
@@ -540,10 +603,10 @@ class Plan:
         """
         return stage > 0 and self.stages[stage].replicas == 1
 
-    def rank_of(self, stage: int, microbatch: int) -> int:
-        """Return the rank that handles `microbatch` in `stage`."""
-        ranks = self.stages[stage].ranks
-        return ranks[microbatch % len(ranks)]
+    def rank_of(self, stage: int, microbatch: int, shard: int = 0) -> int:
+        """Return the rank that handles `microbatch` in `stage`, or a shard of it."""
+        spec = self.stages[stage]
+        return spec.ranks[microbatch % spec.replicas * spec.tensor + shard]
 
     def microbatches_of(self, place: Place, num_microbatches: int) -> range:
         """Return the microbatches that one replica handles, of the first `num_microbatches`."""
@@ -552,7 +615,7 @@ class Plan:
     def check_world(self, world_size: int) -> None:
         """Raises ValueError, with the sum, unless the plan fits into a world of that many ranks."""
         if self.num_ranks > world_size:
-            counts = " + ".join(map(str, self.replicas))
+            counts = " + ".join(str(stage.num_ranks) for stage in self.stages[: self.num_groups])
             raise ValueError(f"plan needs {counts} = {self.num_ranks} ranks, got {world_size}")
         if max(self.ranks) >= world_size:
             raise ValueError(f"plan names rank {max(self.ranks)}, the world has ranks 0 to {world_size - 1}")

@@ -27,12 +27,14 @@ class Peers(NamedTuple):
 def peers_of(plan: Plan, place: Place, group: int) -> Peers:
     """Return the peers of the rank at `place` in another group: all replicas of a group have equal gradients.
 
-    A replica receives from one replica of the other group, whose number is its own modulo their count.
+    A replica receives from one replica of the other group, whose number is its own modulo their count. Both
+    have as many shards, and each exchanges with those of its own number.
     """
-    own, other = plan.stages[place.stage].ranks, plan.stages[group].ranks
+    own, other = plan.stages[place.stage].replicas, plan.stages[group]
+    ranks = other.ranks[place.shard :: other.tensor]
     return Peers(
-        other[place.replica % len(other)],
-        tuple(rank for r, rank in enumerate(other) if r % len(own) == place.replica),
+        ranks[place.replica % len(ranks)],
+        tuple(rank for r, rank in enumerate(ranks) if r % own == place.replica),
     )
 
 
@@ -53,7 +55,7 @@ def exchange_of(
         exchanged: each other group, and the bytes of gradients exchanged with it.
         factor: bytes that travel for each of these (`Cluster.allreduce_factor`).
     """
-    own = plan.stages[place.stage].ranks[place.replica]
+    own = plan.rank_at(place)
     peers = [(peers_of(plan, place, group), round(factor * num_bytes)) for group, num_bytes in exchanged]
     sent = [SharedMessage(own, rank, num_bytes) for each, num_bytes in peers for rank in each.targets]
     return sent + [SharedMessage(each.source, own, num_bytes) for each, num_bytes in peers]
@@ -68,8 +70,14 @@ def shares_experts(profile: ModelProfile, plan: Plan, stage: int) -> bool:
 
 
 def stage_layers(profile: ModelProfile, plan: Plan, stage: int) -> tuple[LayerProfile, ...]:
-    """Return the layers of a stage as one of its replicas has them."""
+    """Return the layers of a stage as one of its replicas has them.
+
+    Raises:
+        ValueError: the replica has shards, whose time and memory no profile has yet.
+    """
     spec = plan.stages[stage]
+    if spec.tensor > 1:
+        raise ValueError(f"stages[{stage}].tensor must be 1 to predict a plan, got {spec.tensor}")
     layers = profile.layers[spec.start : spec.stop]
     if not plan.splits_experts(stage) or not shares_experts(profile, plan, stage):
         return layers

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hybridpipe.errors import UserError
 from hybridpipe.model.recording import is_recording
-from hybridpipe.model.rng import preserved_state
+from hybridpipe.model.rng import preserved_state, random_state
 from hybridpipe.report.words import counted
 
 _KINDS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of tokens and of weights
@@ -224,9 +224,9 @@ class SplitExperts:
         """
         device = next(self._module.parameters()).device
         with preserved_state(device, python_too=True), _in_training(self._module):
-            before = _random_state(device)
+            before = random_state(device)
             together, one_by_one = self._tried()
-            drew = not torch.equal(_random_state(device), before)
+            drew = not torch.equal(random_state(device), before)
         if drew:
             raise UserError(
                 f"the experts {self.path} draw random numbers, which would depend on the plan: move the "
@@ -275,10 +275,6 @@ def _in_training(module: nn.Module) -> Iterator[None]:
     finally:
         for each, mode in modes:
             each.training = mode
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Knows one process, no files and no messages; KEY is the one in `model.state_dict
 Invariant: state comes back bit for bit and type for type; other values than tensors and JSON are refused.
 
     model.KEY               parameters and buffers
-    part.KEY                a replica's part of a parameter, in one dimension (`model.held_part`)
+    part.KEY                a rank's part of a parameter (`model.held_part`)
     optimizer.KEY.NAME      the optimizer's state of a parameter, or of a part of it
     version.N.KEY           trained parameters after N updates of the stream, while microbatches use them
     random.*                states of the process's random generators
@@ -14,7 +14,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from operator import methodcaller
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hybridpipe.errors import UserError, shown
 from hybridpipe.model.held_part import HeldPart, held_part
+from hybridpipe.stage.parts import Piece
 
 JSON = Any
 FORMS = ("foreach", "fused")  # options that choose an implementation and change no formula
@@ -32,6 +33,7 @@ NAMES = "param_names"  # where torch's optimizers keep the names of a group's pa
 AVERAGE = "ema"  # in an optimizer's state of a parameter: the average that `callbacks.EMA` keeps
 PARTS = "parts"  # JSON key of `put_parts`
 SAMPLES_SEEN, BATCHES_AGREED = "statistics_samples", "statistics_batches"  # JSON keys of `stage.statistics`
+_NUMBERS_OF_PART = ("index", "count", "dim", "packs")  # the last fields of `HeldPart`
 _TENSOR, _TUPLE, _PAIRS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$pairs", "$counter", "$float"
 
 
@@ -147,6 +149,7 @@ def take_optimizer(
     into: StageState,
     given: Sequence[Mapping[str, Any]] = (),
     ranges: Mapping[Tensor, range] = MappingProxyType({}),
+    held_parts: Mapping[Tensor, HeldPart] = MappingProxyType({}),
 ) -> None:
     """Add an optimizer's state of the parameters in `names` to a `StageState`.
 
@@ -155,7 +158,9 @@ def take_optimizer(
     Args:
         names: the key of each parameter.
         given: the options that each group was made with.
-        ranges: the elements of the named parameter that a tensor stands for, where it is a part of one.
+        ranges: the elements of what is held of the named parameter that a tensor stands for, where these are
+            not all (`stage.parts`).
+        held_parts: what is held of the named parameter, where it is a part.
 
     Raises:
         UserError: a part of the state is neither tensor nor JSON, or belongs to no parameter.
@@ -176,11 +181,10 @@ def take_optimizer(
         if given:
             into.meta["given"].append(pack(dict(given[i]), f"given.{at}", into.tensors))
         for p in mine:
-            own = dict(optimizer.state.get(p, {}))
-            own = shaped(own, p.shape, (p.numel(),)) if p in ranges else own
-            state = pack(own, f"optimizer.{names[p]}", into.tensors)
+            state = pack(dict(optimizer.state.get(p, {})), f"optimizer.{names[p]}", into.tensors)
             part = {"part": [ranges[p].start, ranges[p].stop]} if p in ranges else {}
-            into.meta["parameters"][names[p]] = {"group": at, "state": state, **part}
+            held = {"held": _as_json(held_parts[p])} if p in held_parts else {}
+            into.meta["parameters"][names[p]] = {"group": at, "state": state, **part, **held}
 
 
 @dataclass(frozen=True)
@@ -191,13 +195,20 @@ class OfParameter:
         options: the options of its group.
         state: its own state.
         given: the options that the group was made with; None in older checkpoints.
-        part: the elements whose state it is (`stage.parts`); None: all.
+        part: the elements whose state it is (`stage.parts`), of what is held; None: all.
+        held: what is held of the parameter; None: all.
     """
 
     options: dict[str, Any]
     state: dict[str, Any]
     given: dict[str, Any] | None = None
     part: range | None = None
+    held: HeldPart | None = None
+
+    @property
+    def piece(self) -> Piece:
+        """The state as a piece of the parameter's."""
+        return Piece(self.state, self.part, self.held)
 
 
 def read_optimizer(state: StageState, where: str) -> dict[str, OfParameter]:
@@ -217,7 +228,9 @@ def read_optimizer(state: StageState, where: str) -> dict[str, OfParameter]:
         match entry:
             case {"group": int(at), "state": dict(own), **more} if at in groups:
                 own, first = unpack(own, state.tensors, where), given[at] if at < len(given) else None
-                found[key] = OfParameter(groups[at], own, first, _part(more.get("part"), f"{where}: {key}"))
+                part = _part(more.get("part"), f"{where}: {key}")
+                held = _held(more["held"], f"{where}: {key}: held") if "held" in more else None
+                found[key] = OfParameter(groups[at], own, first, part, held)
             case _:
                 raise UserError(f"{where}: parameter {key}: cannot be understood: {shown(entry)}")
     return found
@@ -298,11 +311,6 @@ def put_optimizer(
                 }
 
 
-def shaped(value: Any, before: Sequence[int], after: Sequence[int]) -> Any:
-    """Return an optimizer's state of a parameter whose tensors of one shape have another one."""
-    return _mapped(value, lambda each: each.reshape(after) if each.shape == torch.Size(before) else each)
-
-
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a value in which each tensor is changed."""
     match value:
@@ -322,12 +330,8 @@ def put_parts(state: StageState, tensors: Mapping[str, Tensor]) -> None:
         tensors: by key; all have a `held_part`.
     """
     parts = {key: held_part(tensor) for key, tensor in tensors.items()}
-    state.tensors |= {f"part.{key}": tensor.detach().reshape(-1) for key, tensor in tensors.items()}
-    state.meta[PARTS] = {
-        key: {"shape": list(part.whole), "part": [part.elements.start, part.elements.stop]}
-        for key, part in parts.items()
-        if part is not None
-    }
+    state.tensors |= {f"part.{key}": tensor.detach() for key, tensor in tensors.items()}
+    state.meta[PARTS] = {key: _as_json(part) for key, part in parts.items() if part is not None}
 
 
 def read_parts(meta: JSON, where: str) -> dict[str, HeldPart]:
@@ -345,21 +349,24 @@ def read_parts(meta: JSON, where: str) -> dict[str, HeldPart]:
     if not isinstance(entries, dict):
         raise UserError(f"{where}: {PARTS}: must be an object, got {shown(entries)}")
     for key, entry in entries.items():
-        match entry:
-            case {"shape": [*sizes], "part": [int(start), int(stop)]} if _are_rows(sizes, start, stop):
-                found[key] = HeldPart(torch.Size(sizes), range(start, stop))
-            case _:
-                raise UserError(f"{where}: part of {key}: cannot be understood: {shown(entry)}")
+        found[key] = _held(entry, f"{where}: part of {key}")
     return found
 
 
-def _are_rows(sizes: Sequence[object], start: int, stop: int) -> bool:
-    """Return True for a shape, and elements that are whole rows of it."""
-    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
-        return False
-    row = math.prod(size for size in sizes[1:] if isinstance(size, int))
-    rows = sizes[0] if isinstance(sizes[0], int) else 0
-    return 0 <= start <= stop <= row * rows and start % row == stop % row == 0
+def _as_json(part: HeldPart) -> JSON:
+    return {**asdict(part), "whole": list(part.whole)}
+
+
+def _held(document: JSON, where: str) -> HeldPart:
+    """Return the part that `_as_json` has described."""
+    match document:
+        case {"whole": [*sizes], "axis": str(axis), **rest} if rest.keys() == set(_NUMBERS_OF_PART):
+            numbers: list[Any] = [rest[name] for name in _NUMBERS_OF_PART]
+            if sizes and all(type(each) is int and each >= 0 for each in (*sizes, *numbers)):
+                part = HeldPart(torch.Size(sizes), axis, *numbers)
+                if part.is_possible:
+                    return part
+    raise UserError(f"{where}: cannot be understood: {shown(document)}")
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -459,7 +459,7 @@ class Trainer(TrainerView):
             self.seed,
             planned.progress_thread,
             numbers,
-            planned.experts,
+            planned.splittable,
         )
         self._continues_plan = self._checkpoints.continues(plan)
         self._console.say_plan(plan, self.choice, self.microbatch_size, self._continues_plan)

@@ -66,8 +66,8 @@ def check_trainable(
     for name, parameter in model.named_parameters():
         if held_part(parameter) is not None:
             raise ValueError(
-                f"model: {name} is a part of experts, as an earlier Trainer has split them: make the model "
-                "again, and resume from a checkpoint"
+                f"model: {name} is a part of a parameter, as an earlier Trainer has split its stage: make "
+                "the model again, and resume from a checkpoint"
             )
     check_model(model, is_deferred)
     check_loss(loss, model)

@@ -8,7 +8,7 @@ from torch import nn
 
 from hybridpipe.model.deferred_init.deferred import build
 from hybridpipe.model.experts import MODULE, PARAMETER, Experts, experts_of, hold_part, split_by
-from hybridpipe.model.held_part import held_part, whole_forms
+from hybridpipe.model.held_part import HeldPart, held_part, whole_forms
 from hybridpipe.planning.plan import Plan, StageSpec
 
 COUNT, WIDTH = 4, 3
@@ -294,8 +294,8 @@ def test_a_part_keeps_what_is_written_on_its_parameter():
     mine, other = (model.layers[i].experts for i in (0, 1))
     assert mine.up.is_special and isinstance(mine.up, nn.Parameter) and mine.up.requires_grad
     assert not mine.bias.requires_grad and isinstance(mine.bias, nn.Parameter)
-    assert held_part(mine.up).elements == range(before.numel() // 2, before.numel())
-    assert held_part(mine.up).whole == before.shape and held_part(mine.inner.scale).shape == (2,)
+    assert held_part(mine.up) == HeldPart(before.shape, "replica", 1, 2)
+    assert held_part(mine.inner.scale).shape == (2,)
     assert [held_part(each) for each in (before, *other.parameters())] == [None] * 4
     assert mine.up.untyped_storage().nbytes() == before.nbytes // 2, "the whole one can be freed"
 

@@ -28,7 +28,7 @@ SHARED = {
     "deferred_init.py",
     "differing.py",
     "exactness.py",
-    "experts.py",
+    "splitting.py",
     "exporting.py",
     "precision.py",
     "resuming.py",

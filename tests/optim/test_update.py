@@ -412,7 +412,7 @@ def test_replicas_of_a_frozen_stage_have_no_update_to_shard():
 def test_parts_of_experts_need_an_optimizer_that_updates_each_element_by_itself():
     """Adafactor's scale is of a whole parameter, of which a replica has the first half."""
     whole = nn.Parameter(torch.ones(4, 3, 2, dtype=torch.float64))
-    part = part_of(whole, whole.detach(), HeldPart.along_first(whole.shape, 0, 2))
+    part = part_of(whole, whole.detach(), HeldPart(whole.shape, "replica", 0, 2))
     told = "split experts need an optimizer that updates each element by itself: Adafactor updates a part"
     model = nn.ParameterList([part])
     assert UpdateRule(torch.optim.Adam).why_not_apart(model, [part], None, has_all=True) is None

@@ -198,6 +198,23 @@ def splitting(replicas, num_microbatches, schedule="1f1b", **options) -> Plan:
         ),
         (lambda: plan([2, 1], 4).check_world(2), "plan needs 2 + 1 = 3 ranks, got 2"),
         (
+            lambda: Plan((StageSpec(0, 1, 2, tensor=2), StageSpec(1, 2))).check_world(4),
+            "plan needs 4 + 1 = 5 ranks, got 4",
+        ),
+        (
+            lambda: StageSpec(0, 1, 2, (0, 1), tensor=2),
+            "ranks must name replicas = 2 times tensor = 2 ranks, got 2: [0, 1]",
+        ),
+        (lambda: StageSpec(0, 1, tensor=2**40), "tensor must be an integer <= "),
+        (
+            lambda: Plan((StageSpec(0, 1), StageSpec(1, 2, tensor=2)), "pipedream"),
+            "stages[1].tensor must be 1 under pipedream, got 2: take a synchronous schedule",
+        ),
+        (
+            lambda: Plan((StageSpec(0, 1, 2, experts=True, tensor=2),)),
+            "stages[0].experts must be false where tensor is 2, got true",
+        ),
+        (
             lambda: Plan((StageSpec(0, 1, 2, (0, 7)),)).check_world(4),
             "plan names rank 7, the world has ranks 0 to 3",
         ),
@@ -292,6 +309,49 @@ def test_split_experts_are_in_a_plans_file(tmp_path):
     assert [text.count(f'"experts": {value}') for value in ("true", "false")] == [1, 1]
     path.write_text(text.replace('"experts": true', '"experts": 1'))
     with pytest.raises(UserError, match=r"plan.json: stages\[0\].experts: must be"):
+        read_plan(path)
+
+
+def test_shards_of_a_replica_are_ranks_of_their_own():
+    some = Plan((StageSpec(0, 1, 2, tensor=2), StageSpec(1, 2), StageSpec(2, 3, tensor=3)))
+    assert some.name == "2t2-1-1t3" and some.num_ranks == 8 and some.ranks == tuple(range(8))
+    assert [stage.leaders for stage in some.stages] == [(0, 2), (4,), (5,)]
+    places = [Place(0, 0, 0), Place(0, 0, 1), Place(0, 1, 0), Place(0, 1, 1)]
+    assert [some.place(rank) for rank in range(4)] == places
+    assert some.place(4) == Place(1, 0, 0) and some.place(7) == Place(2, 0, 2) and some.place(8) is None
+    assert all(some.rank_at(some.place(rank)) == rank for rank in some.ranks)
+    assert [some.rank_of(0, m, 1) for m in range(3)] == [1, 3, 1]
+    assert [some.splits(s) for s in range(3)] == [True, False, True]
+    first = some.stages[0]
+    assert [first.holders_along(axis) for axis in (None, "replica", "shard")] == [(0,), (0, 2), (0, 1)]
+
+
+def test_the_plan_of_leaders_has_no_shards():
+    some = Plan((StageSpec(0, 1, 2, tensor=2), StageSpec(1, 2)))
+    assert some.of_leaders() == Plan((StageSpec(0, 1, 2, (0, 2)), StageSpec(1, 2, 1, (4,))))
+    assert (whole := Plan((StageSpec(0, 1, 2),))).of_leaders() is whole
+
+
+@pytest.mark.parametrize(
+    "place, but_for, is_first",
+    [
+        (Place(1, 0, 0), (), True),
+        (Place(0, 1, 0), (), False),
+        (Place(0, 1, 0), ("replica",), True),
+        (Place(0, 0, 1), ("replica",), False),
+        (Place(0, 1, 1), ("replica", "shard"), True),
+    ],
+)
+def test_the_first_of_those_that_hold_the_same(place, but_for, is_first):
+    assert place.is_first(but_for) == is_first
+
+
+def test_shards_are_in_a_plans_file(tmp_path):
+    path, some = tmp_path / "plan.json", Plan((StageSpec(0, 1, tensor=2), StageSpec(1, 2)))
+    write_json(path, some)
+    assert read_plan(path) == some
+    path.write_text(path.read_text().replace('"tensor": 2', '"tensor": 0'))
+    with pytest.raises(UserError, match=r"plan.json: stages\[0\].tensor: must be an integer >= 1"):
         read_plan(path)
 
 

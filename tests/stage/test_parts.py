@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hybridpipe.stage.parts import Piece, common, join
+from hybridpipe.model.held_part import HeldPart, common_elements
+from hybridpipe.stage.parts import Piece, common, is_part_of, join, lacking
 
 SHAPE = torch.Size([4, 6])
 
@@ -60,7 +61,7 @@ def test_a_count_is_no_element_though_a_part_has_one():
 
 
 def test_missing_elements_are_refused():
-    with pytest.raises(LookupError, match="elements 0 to 24 are not complete"):
+    with pytest.raises(LookupError, match=r"^14 elements are missing$"):
         join([cut(range(10))], SHAPE)
 
 
@@ -77,3 +78,64 @@ def test_a_cut_keeps_no_more_memory_than_it_needs():
 )
 def test_common_elements(one, other, both):
     assert len(common(range(*one), range(*other))) == len(common(range(*other), range(*one))) == both
+
+
+ROWS, COLUMNS = ([HeldPart(SHAPE, "shard", i, 2, dim) for i in range(2)] for dim in (0, 1))
+THIRDS = [HeldPart(SHAPE, "shard", i, 3, dim=1) for i in range(3)]
+PACKED = [HeldPart(SHAPE, "shard", i, 2, packs=2) for i in range(2)]
+WAYS = {"whole": [None], "rows": ROWS, "columns": COLUMNS, "thirds": THIRDS, "packed": PACKED}
+
+
+def state_of(held: HeldPart | None):
+    own = whole()
+    sliced = (lambda tensor: tensor) if held is None else held.of
+    return own | {
+        "exp_avg": sliced(own["exp_avg"]),
+        "history": [sliced(each) for each in own["history"]],
+        "pair": (sliced(own["pair"][0]), "text"),
+    }
+
+
+def pieces_of(way: str, sharded: bool = False) -> list[Piece]:
+    """What ranks have; where an update is sharded, in two unequal ranges of what is held."""
+    found = []
+    for held in WAYS[way]:
+        one, shape = Piece(state_of(held), held=held), SHAPE if held is None else held.shape
+        ends = range(0) if not sharded else (0, 3, shape.numel())
+        parts = [range(a, b) for a, b in pairwise(ends)] or [None]
+        found += [Piece(join([one], SHAPE, part, held), part, held) for part in parts]
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("now", WAYS)
+@pytest.mark.parametrize("before", WAYS)
+def test_what_ranks_hold_in_one_way_they_hold_in_any_other(before, now, sharded):
+    pieces = pieces_of(before, sharded)
+    for held in WAYS[now]:
+        expected = state_of(held)
+        for mixed in (pieces, pieces[::-1]):
+            again = join(mixed, SHAPE, held=held)
+            assert torch.equal(again["exp_avg"], expected["exp_avg"])
+            assert torch.equal(again["history"][1], expected["history"][1])
+            assert again["pair"][1] == "text" and again["step"] == 3
+        own = join(pieces, SHAPE, range(1, 4), held)
+        assert torch.equal(own["exp_avg"], expected["exp_avg"].reshape(-1)[1:4])
+
+
+@pytest.mark.parametrize("now", WAYS)
+@pytest.mark.parametrize("before", WAYS)
+def test_of_what_ranks_hold_no_more_is_needed_than_is_wanted(before, now):
+    for held in WAYS[now]:
+        elements = torch.arange(24).view(SHAPE)
+        mine = set((elements if held is None else held.of(elements)).flatten().tolist())
+        needed = []
+        for piece in pieces_of(before):
+            there = set((elements if piece.held is None else piece.held.of(elements)).flatten().tolist())
+            assert common_elements(piece.held, held, SHAPE) == len(mine & there)
+            assert is_part_of(piece, SHAPE, held=held) == bool(mine & there)
+            needed += [piece] * bool(mine & there)
+        assert lacking(needed, SHAPE, held=held) == 0
+        assert lacking(needed[1:], SHAPE, held=held) > 0
+        with pytest.raises(LookupError):
+            join(needed[1:], SHAPE, held=held)

@@ -34,7 +34,6 @@ from hybridpipe.stage.state import (
     read_optimizer,
     read_parts,
     samples_seen,
-    shaped,
     shared_tensors,
     take_optimizer,
     under,
@@ -389,7 +388,7 @@ def test_names_go_under_a_prefix_and_out_of_it():
 
 def parts_of(whole: torch.Tensor, count: int) -> list[nn.Parameter]:
     """What each replica has of a parameter."""
-    return [part_of(whole, whole, HeldPart.along_first(whole.shape, i, count)) for i in range(count)]
+    return [part_of(whole, whole, HeldPart(whole.shape, "replica", i, count)) for i in range(count)]
 
 
 def test_parts_of_parameters_come_back_and_are_the_whole():
@@ -399,7 +398,7 @@ def test_parts_of_parameters_come_back_and_are_the_whole():
         state, tensors = StageState({"model.a.gate": torch.ones(1)}, {"step": 1}), dict(zip(whole, own))
         put_parts(state, tensors)
         assert list(state.tensors) == ["model.a.gate", "part.a.up", "part.a.bias"]
-        assert all(each.dim() == 1 and not each.requires_grad for each in state.tensors.values())
+        assert not any(each.requires_grad for each in state.tensors.values())
         back = through_text(state)
         found = read_parts(back.meta, "file")
         assert found == {key: held_part(tensor) for key, tensor in tensors.items()}
@@ -417,46 +416,42 @@ def test_of_no_parts_none_are_read():
         assert read_parts(meta, "file") == {}
 
 
+PART = {"whole": [4, 2], "axis": "shard", "index": 1, "count": 2, "dim": 0, "packs": 1}
+
+
 @pytest.mark.parametrize(
     "entry",
     [
         None,
         [],
         {},
-        {"shape": [4, 2]},
-        {"shape": [4, 2], "part": None},
-        {"part": [0, 4]},
-        {"shape": [], "part": [0, 0]},
-        {"shape": 4, "part": [0, 4]},
-        {"shape": [4, 2.0], "part": [0, 4]},
-        {"shape": [4, "2"], "part": [0, 4]},
-        {"shape": [4, True], "part": [0, 4]},
-        {"shape": [4, 2], "part": [0, 9]},
-        {"shape": [4, 0], "part": [0, 4]},
+        {name: value for name, value in PART.items() if name != "dim"},
+        PART | {"more": 1},
+        PART | {"axis": 1},
+        PART | {"whole": []},
+        PART | {"whole": 8},
+        PART | {"whole": [4, 2.0]},
+        PART | {"whole": [4, "2"]},
+        PART | {"whole": [True, 2]},
+        PART | {"whole": [-4, 2]},
+        PART | {"whole": [3, 2]},
+        PART | {"index": 2},
+        PART | {"index": -1},
+        PART | {"index": None},
+        PART | {"count": 0},
+        PART | {"count": 3},
+        PART | {"dim": 2},
+        PART | {"dim": "0"},
+        PART | {"packs": 0},
+        PART | {"packs": 4},
     ],
     ids=str,
 )
 def test_a_damaged_part_is_named(entry):
-    good = {"shape": [4, 2], "part": [0, 8]}
     with pytest.raises(UserError, match="file: part of b: cannot be understood: ") as raised:
-        read_parts({PARTS: {"a": good, "b": entry}}, "file")
+        read_parts({PARTS: {"a": PART, "b": entry}}, "file")
     assert "\n" not in str(raised.value)
-    assert list(read_parts({PARTS: {"a": good}}, "file")) == ["a"]
-
-
-PARTS_THAT_ARE_NONE = [[4, 0], [-1, 4], [0], [0, 4, 8], ["0", 4], [0.0, 4], 8, {}, [0, 3], [0, 10]]
-
-
-@pytest.mark.parametrize("part", PARTS_THAT_ARE_NONE, ids=str)
-def test_a_part_is_of_whole_rows(part):
-    with pytest.raises(UserError, match="file: part of a: cannot be understood: "):
-        read_parts({PARTS: {"a": {"shape": [4, 2], "part": part}}}, "file")
-
-
-@pytest.mark.parametrize("shape", [[-4, -2], [4, 0], [], ["4", 2], 8], ids=str)
-def test_a_part_is_of_a_shape(shape):
-    with pytest.raises(UserError, match="file: part of a: cannot be understood: "):
-        read_parts({PARTS: {"a": {"shape": shape, "part": [0, 8]}}}, "file")
+    assert read_parts({PARTS: {"a": PART}}, "file") == {"a": HeldPart(torch.Size([4, 2]), "shard", 1, 2)}
 
 
 def test_parts_are_an_object():
@@ -464,34 +459,24 @@ def test_parts_are_an_object():
         read_parts({PARTS: [1]}, "file")
 
 
-def test_of_an_optimizers_state_what_is_shaped_as_its_parameter_is_shaped_with_it():
-    flat, like, scalar = torch.arange(6), torch.arange(6).reshape(2, 3), torch.tensor(6.0)
-    pair = Counter({"a": 1})
-    before = {"m": like, "step": scalar, "list": [like, flat, 6], "nested": {"pair": (like, None)}, "lr": 0.1}
-    after = shaped(before, like.shape, (6,))
-    assert torch.equal(after["m"], flat) and after["step"] is scalar and after["lr"] == 0.1
-    assert torch.equal(after["list"][0], flat) and after["list"][1] is flat and after["list"][2] == 6
-    assert torch.equal(after["nested"]["pair"][0], flat) and type(after["nested"]["pair"]) is tuple
-    assert before["m"] is like and before["list"][0] is like, "a new one is returned"
-    back = shaped(after, flat.shape, (2, 3))
-    assert torch.equal(back["m"], like) and torch.equal(back["nested"]["pair"][0], like)
-    assert torch.equal(back["list"][1], like), "what had that shape before is taken for such a tensor"
-    assert shaped(pair, like.shape, (6,)) == pair
-
-
-def test_an_optimizers_state_of_a_part_is_told_in_one_dimension():
+def test_an_optimizers_state_of_a_part_says_what_it_is_of():
     whole = torch.randn(4, 3)
     own = parts_of(whole, 2)[1]
     optimizer, state = optim.Adam([own], lr=0.1), StageState()
     own.grad = torch.ones_like(own)
     optimizer.step()
-    take_optimizer(optimizer, {own: "a"}, state, ranges={own: held_part(own).elements})
+    take_optimizer(optimizer, {own: "a"}, state, held_parts={own: held_part(own)})
     found = read_optimizer(through_text(state), "file")["a"]
-    assert found.part == range(6, 12)
+    assert found.part is None and found.held == held_part(own)
     assert {name: tuple(each.shape) for name, each in found.state.items()} == {
         "step": (),
-        "exp_avg": (6,),
-        "exp_avg_sq": (6,),
+        "exp_avg": (2, 3),
+        "exp_avg_sq": (2, 3),
     }
-    back = shaped(found.state, (own.numel(),), own.shape)
-    assert all(torch.equal(back[name], optimizer.state[own][name]) for name in back)
+    assert all(torch.equal(found.state[name], optimizer.state[own][name]) for name in found.state)
+
+
+def test_a_damaged_part_of_an_optimizers_state_is_named():
+    state = StageState(meta={"groups": [{}], "parameters": {"a": {"group": 0, "state": {}, "held": {}}}})
+    with pytest.raises(UserError, match=r"^file: a: held: cannot be understood: \{\}$"):
+        read_optimizer(state, "file")

@@ -6,7 +6,7 @@ Invariant: attributes, buffers, hooks, modes, gradient flags, random states are 
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ class _Task(NamedTuple):
     loss: Loss | None
     targets: Any
     share: float
+    closed: Collection[str]
     watch: Watch
     hooked: Mapping[str, nn.Module]
     precision: Precision
@@ -59,6 +60,7 @@ def record(
     loss: Loss | None = None,
     targets: Any = None,
     share: float = 1.0,
+    closed: Collection[str] = (),
     precision: Precision = FP32,
 ) -> Record:
     """Record a model's forward.
@@ -72,7 +74,7 @@ def record(
         inputs: a dict goes by keyword, a tuple or list by position, anything else alone.
         training: record with gradients and in the modules' own modes; otherwise under `eval()` and `no_grad`.
         loss: takes what the model returns, and `targets`; it is checked to read nothing else of the forward.
-        share: modules with more than this part of the parameters are opened, in (0, 1].
+        share: modules with more than this part of the parameters are opened, in (0, 1], but for the `closed`.
         precision: in which the slices will run.
 
     Raises:
@@ -82,7 +84,7 @@ def record(
     own = [model, loss] if isinstance(loss, nn.Module) else [model]
     watch = Watch(tensor for each in own for tensor in (*each.parameters(), *each.buffers()))
     hooked = {path: module for path, module in model.named_modules() if has_hooks(module)}
-    task = _Task(model, args, kwargs, loss, targets, share, watch, hooked, precision)
+    task = _Task(model, args, kwargs, loss, targets, share, closed, watch, hooked, precision)
     with _untouched(*own), torch.set_grad_enabled(training):
         if not training:
             model.eval()
@@ -136,7 +138,7 @@ def _agreeing(task: _Task, fake: FakeTensorMode | None, begin: Surroundings) -> 
     carried: Mapping[Name, str] = {}
     earlier = Births()
     for _ in range(MOST_RECORDINGS):
-        leaf_modules = leaf_modules_of(task.model, opened, task.share)
+        leaf_modules = leaf_modules_of(task.model, opened, task.share, task.closed)
         _refuse_hooks(task.hooked, leaf_modules)
         recorder = Recorder(task.model, leaf_modules, task.watch, fake, earlier)
         with task.precision.recording():

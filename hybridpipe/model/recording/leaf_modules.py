@@ -17,7 +17,7 @@ RANDOM_OR_COUNTING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormB
 
 
 def leaf_modules_of(
-    model: nn.Module, opened: Collection[str] = (), share: float = 1.0
+    model: nn.Module, opened: Collection[str] = (), share: float = 1.0, closed: Collection[str] = ()
 ) -> dict[str, nn.Module]:
     """Return the leaf modules of a model by path, in order.
 
@@ -31,6 +31,7 @@ def leaf_modules_of(
     Args:
         opened: paths of further modules to open.
         share: part of the model's parameters, in (0, 1].
+        closed: paths of modules that are not opened for their size.
     """
     sizes = {id(module): _size(module) for module in model.modules()}
     leaf_modules: dict[str, nn.Module] = {}
@@ -39,9 +40,10 @@ def leaf_modules_of(
     def visit(path: str, module: nn.Module) -> None:
         size = sizes[id(module)]
         divides = any(sizes[id(child)] for child in module.children())
-        large = divides and (size > share * sizes[id(model)] or 2 * _listed(module, sizes) > size)
+        large = size > share * sizes[id(model)] or 2 * _listed(module, sizes) > size
+        opens = large and divides and path not in closed
         has_children = any(True for _ in module.children()) and not isinstance(module, torch.jit.ScriptModule)
-        if path in opened or (has_children and (path == "" or type(module) in CONTAINERS or large)):
+        if path in opened or (has_children and (path == "" or type(module) in CONTAINERS or opens)):
             for name, child in module.named_children():
                 visit(f"{path}.{name}".lstrip("."), child)
         elif id(module) not in seen and _matters(module):

@@ -5,7 +5,7 @@ Invariant: a record that it returns is that of the path which these inputs take.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,7 +43,13 @@ class Records:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
-        self, model: nn.Module, precision: Precision = FP32, *, share: float = SHARE, most: int = 8
+        self,
+        model: nn.Module,
+        precision: Precision = FP32,
+        *,
+        share: float = SHARE,
+        closed: Collection[str] = (),
+        most: int = 8,
     ) -> None:
         """Begin without records.
 
@@ -51,16 +57,18 @@ class Records:
             precision: in which the model is recorded and run.
             share: modules with more than this part of the parameters are opened, in (0, 1]; unless the first
                 forward can only be recorded with such modules whole.
+            closed: paths of modules that are not opened for their size.
             most: paths that are recorded for one structure and shape of inputs.
         """
         self._model, self.precision, self._share, self._most = model, precision, share, most
+        self._closed = closed
         self._lookup = ModelLookup(model)
         self._paths: dict[Hashable, list[_Path]] = defaultdict(list)
         self._numbers: dict[Hashable, set[Hashable]] = defaultdict(set)  # that came with a shape
 
     def on(self, model: nn.Module) -> "Records":
         """Return these records for a copy of the model."""
-        copies = Records(model, self.precision, share=self._share, most=self._most)
+        copies = Records(model, self.precision, share=self._share, closed=self._closed, most=self._most)
         for key, paths in self._paths.items():
             copies._paths[key] = [copies._path(path.record) for path in paths]
         return copies
@@ -102,7 +110,7 @@ class Records:
         if len(paths) >= self._most:
             raise Unsplittable(f"more than {self._most} paths for inputs of one shape: {reason}")
         of_loss = {"loss": loss, "targets": targets, "precision": self.precision}
-        made = partial(record, self._model, inputs, training=training, **of_loss)
+        made = partial(record, self._model, inputs, training=training, closed=self._closed, **of_loss)
         with self.around():
             found = self._opening(made)
         paths.append(self._path(found))

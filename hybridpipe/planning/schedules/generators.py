@@ -565,8 +565,8 @@ def forward_program(plan: Plan, place: Place, num_microbatches: int) -> Program:
 def _places(plan: Plan) -> Iterator[tuple[int, Place]]:
     """Yield the ranks of the plan in stage order, with their places."""
     for s, stage in enumerate(plan.stages[: plan.num_groups]):
-        for replica, rank in enumerate(stage.ranks):
-            yield rank, Place(s, replica)
+        for index, rank in enumerate(stage.ranks):
+            yield rank, Place(s, *divmod(index, stage.tensor))
 
 
 def _communicating(plan: Plan, place: Place, computing: Iterable[Instruction]) -> Program:

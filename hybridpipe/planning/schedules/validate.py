@@ -110,6 +110,8 @@ def validate(
         raise InvalidProgram(
             f"programs must be those of the ranks {sorted(plan.ranks)}, got {sorted(programs)}"
         )
+    _check_shards(plan, programs)
+    plan, programs = (leaders := plan.of_leaders()), {rank: programs[rank] for rank in leaders.ranks}
     allowed = in_flight_per_stage(plan, count)
     _check_together(plan, programs)
     for rank, program in programs.items():
@@ -119,6 +121,15 @@ def validate(
     _check_progress(
         plan, {rank: _sending_late(plan, rank, each) for rank, each in programs.items()}, synchronous_sends
     )
+
+
+def _check_shards(plan: Plan, programs: Mapping[int, Program]) -> None:
+    """Raise InvalidProgram unless all shards of a replica have one program."""
+    for stage in plan.stages[: plan.num_groups]:
+        for index, rank in enumerate(stage.ranks):
+            leader = stage.leaders[index // stage.tensor]
+            if programs[rank] != programs[leader]:
+                raise InvalidProgram(f"rank {rank} must run the program of rank {leader}, whose shard it is")
 
 
 def _check_together(plan: Plan, programs: Mapping[int, Program]) -> None:

@@ -21,6 +21,7 @@ from hybridpipe.config.options import Options, PlanOptions
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
 from hybridpipe.engine import consistency
+from hybridpipe.engine.splitting import NOTHING_TO_SPLIT, Splittable
 from hybridpipe.environment import allocator
 from hybridpipe.environment.memory_limits import RankMemory, bytes_for_stages
 from hybridpipe.errors import UserError, told
@@ -31,6 +32,7 @@ from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.model.deferred_init.deferred import Numbers
 from hybridpipe.model.experts import Experts, experts_of, split_by
 from hybridpipe.model.layers import Layers, known_layers, layers_of
+from hybridpipe.model.tensor_plan import SplitModule, parts_by, split_modules_of
 from hybridpipe.notices import notices
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.checks import AUTO_SYNC
@@ -76,7 +78,7 @@ class Planned:
         memory: of this rank.
         numbers: of tensors on the meta device.
         progress_thread: True if the transport has one.
-        experts: the modules whose experts the plan may split.
+        splittable: the modules that the plan may split over ranks.
     """
 
     plan: Plan
@@ -85,7 +87,7 @@ class Planned:
     memory: RankMemory
     numbers: Numbers | None
     progress_thread: bool
-    experts: Sequence[Experts] = ()
+    splittable: Splittable = NOTHING_TO_SPLIT
 
 
 class Planner:
@@ -248,11 +250,13 @@ class Planner:
         """
         if self._layers is None:
             inputs, targets = minibatch.inputs(0), minibatch.targets(0)
-            layers = layers_of(self._model, inputs, self._loss, targets, self._rule.arithmetic)
+            arithmetic, plan = self._rule.arithmetic, self._request.tensor_plan
+            made = partial(layers_of, self._model, inputs, self._loss, targets, arithmetic, plan)
+            layers = made()
             if layers.why_whole and self.numbers is not None:  # perhaps for want of numbers
                 self.numbers.fill(self._model)
                 self.numbers = None
-                layers = layers_of(self._model, inputs, self._loss, targets, self._rule.arithmetic)
+                layers = made()
             consistency.check_alike(self._world, {"the forward of the model": layers.path})
             self._layers = layers
             settings = layers.settings if self._world.rank == 0 else None
@@ -285,7 +289,7 @@ class Planner:
             memory=memory,
             numbers=self.numbers,
             progress_thread=self.progress_thread,
-            experts=self._experts_of(plan),
+            splittable=Splittable(self._experts_of(plan), self._tensors_of(plan)),
         )
 
     def _named_experts(self) -> Sequence[Experts]:
@@ -313,6 +317,19 @@ class Planner:
                 told = "takes its parts apart: call the module itself"
                 raise ValueError(f"the experts {each.path} cannot be split, as the model's forward {told}")
         return experts
+
+    def _tensors_of(self, plan: Plan) -> Sequence[SplitModule]:
+        """Return the modules whose weights a plan splits, if it does; ValueError if it cannot."""
+        given = self._request.tensor_plan
+        if not plan.splits_tensors and given is None:
+            return ()
+        modules, layers = split_modules_of(self._model, given), self.known_layers
+        parts = parts_by(self._model, plan, modules, layers.holders(plan))
+        for each in modules:
+            if not parts.keys().isdisjoint(each.keys) and not layers.calls_whole(each.around):
+                told = f"the model's forward takes the parts of {each.around} apart: call it as a whole"
+                raise ValueError(f"{each.path} cannot be split, as {told}")
+        return modules
 
     def _made(self, minibatch: Minibatch) -> tuple[Plan, Choice | None]:
         layers = self._layers_of(minibatch)

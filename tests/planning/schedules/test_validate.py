@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpipe.planning.plan import PassTimes, Variant
+from hybridpipe.planning.plan import PassTimes, Plan, StageSpec, Variant
 from hybridpipe.planning.schedules import generators
 from hybridpipe.planning.schedules import validate as module
 from hybridpipe.planning.schedules.generators import programs
@@ -363,3 +363,12 @@ def test_a_plan_is_checked_by_a_part_of_its_minibatch(
     monkeypatch.setattr(module, "validate", lambda *_: None)
     validate_plan(plan(replicas, num_microbatches, schedule))
     assert counts == checked
+
+
+def test_shards_run_the_program_of_their_replica():
+    made = Plan((StageSpec(0, 1, 2, tensor=2), StageSpec(1, 2)), num_microbatches=4)
+    ran = programs(made)
+    assert ran[0] == ran[1] != ran[2] == ran[3]
+    validate(made, ran)
+    with pytest.raises(InvalidProgram, match="rank 1 must run the program of rank 0, whose shard it is"):
+        validate(made, ran | {1: ran[1][:-1]})

@@ -1,10 +1,11 @@
-"""Under mpirun: split experts over a stage's replicas and compare with one process, in float64.
+"""Under mpirun: split stages over ranks, experts or weights, and compare with one process, in float64.
 
-Usage: experts.py MODEL NUM_UPDATES PLAN... with a model of MODELS and plans such as 2, 1-2 or 2-2; a stage
-that has replicas splits its experts. In 2w-2 those of the first stage are whole; in 2z1 replicas shard the
-rest of the update; in 2r ranks are in reverse. --schedules A,B tries these only, with Adam. With --resume
-FOLDER each plan resumes from the one before; --lazily makes models of functions and on the meta device;
---precision compares with whole experts, where one replica has all microbatches.
+Usage: splitting.py MODEL NUM_UPDATES PLAN... with a model of MODELS and plans such as 2, 1-2 or 1t2-1t2. A
+stage that has replicas splits its experts, if the model has some. In 2w-2 those of the first stage are whole;
+in 2t4 a replica has four shards; in 2z1 replicas shard the rest of the update; in 2r ranks are in reverse.
+--schedules A,B tries these only, with Adam. With --resume FOLDER each plan resumes from the one before;
+--lazily makes models of functions and on the meta device; --precision compares with a stage that is not
+split, where one replica has all microbatches.
 """
 
 import contextlib
@@ -27,7 +28,16 @@ from hybridpipe.callbacks import EMA
 from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.model.layers import layers_of
-from tests.mixtures import EXPERTS, PLAN, PLAN_OF_RECORDED, Recorded, mixtures, of_classes, points_of
+from tests import blocks
+from tests.mixtures import (
+    EXPERTS,
+    PLAN,
+    PLAN_OF_RECORDED,
+    Recorded,
+    mixtures,
+    of_classes,
+    points_of,
+)
 from tests.mpi.programs.exactness import OPTIMIZERS, compare
 
 MINIBATCH, MICROBATCH, SAMPLES, SEED = 12, 2, 41, 7  # the last minibatch has 5 samples
@@ -71,12 +81,40 @@ def points() -> torch.utils.data.Dataset:
     return torch.utils.data.TensorDataset(*points_of(SAMPLES))
 
 
+OF_HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": TOKENS + 2}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 16, "head_dim": 4}
+
+
+def llama(**options) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**OF_HEADS, **HEADS, use_cache=False, attention_bias=True, **options))
+
+
+def tied_llama() -> nn.Module:
+    return llama(tie_word_embeddings=True, pad_token_id=1)
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**OF_HEADS, **HEADS, use_cache=False))
+
+
+def mistral() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**OF_HEADS, **HEADS, use_cache=False))
+
+
 class Case(NamedTuple):
-    """A model to train; its own configuration names the experts, or `expert_plan` does."""
+    """A model to train; its own configuration names what is split, or `expert_plan` and `tensor_plan` do."""
 
     make: Any
     loss: Any
     expert_plan: tuple[tuple[str, str], ...] = ()
+    tensor_plan: tuple[tuple[str, str], ...] = ()
+    has_experts: bool = True
 
     def model(self) -> nn.Module:
         torch.manual_seed(1)
@@ -103,6 +141,12 @@ MODELS = {
     "recorded": Case(lambda: Recorded(mixtures()), of_classes, PLAN_OF_RECORDED),
     "mixtral": Case(mixtral, of_tokens),
     "qwen3_moe": Case(qwen3_moe, of_tokens),
+    "blocks": Case(blocks.blocks, of_classes, (), blocks.PLAN, has_experts=False),
+    "recorded_blocks": Case(blocks.Blocks, of_classes, (), blocks.PLAN_OF_RECORDED, has_experts=False),
+    "llama": Case(llama, of_tokens, has_experts=False),
+    "tied_llama": Case(tied_llama, of_tokens, has_experts=False),
+    "qwen3": Case(qwen3, of_tokens, has_experts=False),
+    "mistral": Case(mistral, of_tokens, has_experts=False),
 }
 
 
@@ -131,24 +175,29 @@ def reference(case: Case, optimizer_factory, epochs: int, averages: dict[str, to
 
 def make_plan(name: str, case: Case, schedule: str, **options) -> Plan:
     inputs, targets = case.batch(0, MICROBATCH)
-    num_layers = layers_of(case.model(), inputs, case.loss, targets).num_layers
+    tensor_plan = dict(case.tensor_plan) or None
+    num_layers = layers_of(case.model(), inputs, case.loss, targets, tensor_plan=tensor_plan).num_layers
     stages = name.split("-")
     cuts = [round(s * num_layers / len(stages)) for s in range(len(stages) + 1)]
-    if case.loss is of_classes and len(stages) == 2:  # a mixture in each
+    if case.has_experts and case.loss is of_classes and len(stages) == 2:  # a mixture in each
         cuts[1:-1] = (3,) if num_layers == 6 else (2,)
-    made = [
-        StageSpec(a, b, int(each[0]), zero=int(each[0] != "1" and "z1" in each), experts="w" not in each)
-        for a, b, each in zip(cuts, cuts[1:], stages, strict=False)
-    ]
+    made = [stage_of(each, a, b, case) for a, b, each in zip(cuts, cuts[1:], stages, strict=False)]
     if "r" in name:
-        ranks = iter(range(sum(stage.replicas for stage in made))[::-1])
-        made = [replace(stage, ranks=tuple(islice(ranks, stage.replicas))) for stage in made]
+        ranks = iter(range(sum(stage.num_ranks for stage in made))[::-1])
+        made = [replace(stage, ranks=tuple(islice(ranks, stage.num_ranks))) for stage in made]
     return Plan(
         tuple(made),
         schedule=schedule,
         num_microbatches=MINIBATCH // MICROBATCH,
         **options,
     )
+
+
+def stage_of(name: str, start: int, stop: int, case: Case) -> StageSpec:
+    replicas, shards = int(name[0]), int(name[2]) if name[1:2] == "t" else 1
+    zero = 1 if "z1" in name and replicas > 1 else 0
+    experts = case.has_experts and shards == 1 and "w" not in name
+    return StageSpec(start, stop, replicas, zero=zero, experts=experts, tensor=shards)
 
 
 def make_trainer(
@@ -163,6 +212,7 @@ def make_trainer(
         seed=SEED,
         clip_grad_norm=CLIP,
         expert_plan=dict(case.expert_plan) or None,
+        tensor_plan=dict(case.tensor_plan) or None,
         verbose=False,
         **options,
     )
@@ -226,7 +276,7 @@ def check_lazily(case: Case, plans: Sequence[str]) -> None:
                     assert all(torch.equal(state[key], each) for key, each in whole.state_dict().items())
                     print(f"{name}: equal to the bit, from a {what}", flush=True)
                 for path, module in trainer.model.named_modules():
-                    if path.endswith(".experts") and trainer.worker.split:
+                    if path.endswith(".experts") and trainer.worker.parts:
                         check_parts(module, trainer)
                 trainer.fit(case.data(), shuffle=False)
 
@@ -257,11 +307,11 @@ def check_moved(own, other, start) -> None:
 
 
 def check_precision(case: Case, plans: Sequence[str]) -> None:
-    """Compare a training in 16 bits with one whose experts are whole; one replica joins in each minibatch."""
+    """Compare a training in 16 bits with one that is not split; one replica joins in each minibatch."""
     pairs = [*product(("bf16", "fp16"), ["1f1b"]), *product(["bf16-params"], ["1f1b", "zero-bubble"])]
     for (precision, schedule), name in product(pairs, plans):
         found = []
-        for each in (name, name.replace("2", "2w")):
+        for each in (name, name.replace("t2", "") if "t" in name else name.replace("2", "2w")):
             plan = replace(make_plan(each, case, schedule), num_microbatches=1)
             given = {"model": case.model().float(), "precision": precision, "minibatch_size": MICROBATCH}
             with contextlib.closing(make_trainer(case, plan, "sgd", **given)) as trainer:
@@ -269,7 +319,7 @@ def check_precision(case: Case, plans: Sequence[str]) -> None:
                 found.append(trainer.full_state_dict())
         if MPI.COMM_WORLD.rank == 0:
             check_moved(*found, case.model().float().state_dict())
-            print(f"{name} {precision} {schedule}: as with whole experts", flush=True)
+            print(f"{name} {precision} {schedule}: as without a split", flush=True)
 
 
 def main() -> None:

@@ -1,0 +1,58 @@
+"""Sums: tensors that the shards of a replica add up or join, on a communicator of their own.
+
+Knows tensors and MPI; nothing of modules. Invariant: all shards call the same methods in the same order, and
+all get the same numbers, bit for bit, so that what they compute alike stays alike.
+"""
+
+import torch
+from torch import Tensor
+
+from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.mpi_transport import MpiTransport
+
+_TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
+
+
+class TensorSums:
+    """Exchanges tensors among the ranks of a communicator, each of which calls the same methods.
+
+    Args:
+        shards: communicator that nothing else uses.
+        transport: waits.
+
+    Attributes:
+        bytes_sent: of this rank's tensors so far, each counted once.
+    """
+
+    def __init__(self, shards: WatchedComm, transport: MpiTransport) -> None:
+        self._shards, self._transport = shards, transport
+        self.index, self.size, self.bytes_sent = shards.rank, shards.size, 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of all ranks' tensors, of one shape and dtype; half precision adds up in float32."""
+        if tensor.dtype not in _TYPES:
+            return self._gathered(tensor).sum(0, dtype=torch.float32).to(tensor.dtype).to(tensor.device)
+        total = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self.bytes_sent += total.nbytes
+        numbers = [total.numpy(), _TYPES[total.dtype]]
+        request = self._shards.Iallreduce(MPI.IN_PLACE, numbers, op=MPI.SUM)
+        self._wait(request, total, f"sum of {total.nbytes} bytes over shards")
+        return total.to(tensor.device)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return all ranks' tensors, one after the other along the last dimension."""
+        return torch.cat(list(self._gathered(tensor)), -1).to(tensor.device)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """Return all ranks' tensors on the host, shape (ranks, ...)."""
+        own = tensor.detach().cpu().contiguous()
+        self.bytes_sent += own.nbytes
+        everyone = torch.empty((self.size, *own.shape), dtype=own.dtype)
+        sent, received = (each.reshape(-1).view(torch.uint8) for each in (own, everyone))
+        request = self._shards.Iallgather([sent.numpy(), MPI.BYTE], [received.numpy(), MPI.BYTE])
+        self._wait(request, (own, everyone), f"gathering {own.nbytes} bytes from shards")
+        return everyone
+
+    def _wait(self, request: MPI.Request, held: object, what: str) -> None:
+        self._transport.watch(request, held, what, self._shards.ranks).wait()

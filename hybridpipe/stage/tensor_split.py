@@ -1,0 +1,336 @@
+"""Tensor split: modules that the shards of a replica compute in parts, and the sums of what they make.
+
+Knows modules and an exchange among shards; no ranks and no plan. A module stays what it is, with a part of
+its weights and hooks around its forward. Source: Megatron-LM (Shoeybi et al. 2019, section 3).
+Invariant: all shards exchange at the same places, and outside of what is split they have the same numbers.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybridpipe.errors import UserError
+from hybridpipe.model.recording import is_recording
+from hybridpipe.model.rng import random_state
+from hybridpipe.model.tensor_plan import (
+    COLUMNS,
+    GATHERED,
+    PACKED_COLUMNS,
+    ROWS,
+    ROWS_OF_WHOLE,
+    SUMMED_GRADIENT,
+    VOCABULARY,
+    SplitModule,
+)
+from hybridpipe.model.tensors import TensorTree, dense, tensors_in
+
+_CLOSE = 1e-3  # part of a gradient's norm by which shards may differ
+
+
+class Sums(Protocol):
+    """Exchanges tensors among the shards of a replica (`comm.sums`).
+
+    Args:
+        index, size: of this shard, and their number.
+    """
+
+    index: int
+    size: int
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of all shards' tensors."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return all shards' tensors, one after the other along the last dimension."""
+
+
+class _Copy(torch.autograd.Function):
+    """Hands a whole tensor to the shards, each of which has a part of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Sums, tensor: Tensor) -> Tensor:
+        ctx.sums = sums
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.sums.sum(gradient)
+
+
+class _Sum(torch.autograd.Function):
+    """Sums what the shards have made; the sum's gradient is that of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Sums, tensor: Tensor) -> Tensor:
+        return sums.sum(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, gradient
+
+
+class _Gather(torch.autograd.Function):
+    """Joins the shards' columns; each takes its own out of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Sums, tensor: Tensor) -> Tensor:
+        ctx.sums = sums
+        return sums.gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, gradient.chunk(ctx.sums.size, -1)[ctx.sums.index]
+
+
+class _Take(torch.autograd.Function):
+    """Takes a shard's columns of a whole tensor; its gradient is joined again."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Sums, tensor: Tensor) -> Tensor:
+        ctx.sums = sums
+        return tensor.chunk(sums.size, -1)[sums.index].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.sums.gather(gradient)
+
+
+class TensorSplit:
+    """The split modules of a rank.
+
+    Args:
+        model: it holds parts of weights (`hold_shard`).
+        modules: those of the rank's stages.
+        sums: exchange among the shards.
+
+    Attributes:
+        is_closed: the exchange has ended with its trainer.
+    """
+
+    is_closed = False
+
+    def __init__(self, model: nn.Module, modules: Sequence[SplitModule], sums: Sums) -> None:
+        self.sums = sums
+        self._made, self._is_checked = list[tuple[float, float]](), False
+        regions = {each.around: _Region(each.around, self) for each in modules}
+        for each in modules:
+            _INSTALL[each.style](regions[each.around], model.get_submodule(each.path), each)
+
+    def apply(self, function: type[torch.autograd.Function], tensor: Tensor) -> Tensor:
+        """Apply an exchange. Where a forward is recorded nobody else is here, and numbers do not matter."""
+        if self.is_closed:
+            raise UserError(
+                "this rank holds parts of the model's weights, and its trainer is closed: take "
+                "full_state_dict() before, and make the model anew"
+            )
+        sums = _Alone(self.sums) if is_recording() else self.sums
+        applied: Tensor = function.apply(sums, tensor)  # type: ignore[no-untyped-call]
+        return applied
+
+    def note(self, made: TensorTree) -> None:
+        """Note what a forward of the stage has made, until it was compared once."""
+        if not self._is_checked:
+            self._made += [_digest(tensor) for tensor in tensors_in(made)]
+
+    def check_once(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Check at the first update that shards have made the same outside of what is split. Collective.
+
+        They have not where a tensor plan lacks a module, and values or gradients are in parts there.
+
+        Args:
+            gradients: of whole parameters by their keys, in the same order on all shards.
+
+        Raises:
+            UserError: some differ; raised on all shards alike.
+        """
+        if self._is_checked:
+            return
+        self._is_checked = True
+        names = ["what a stage makes"] * len(self._made)
+        names += [f"the gradient of {key}, which the tensor plan leaves whole," for key in gradients]
+        digests = [*self._made, *map(_digest, gradients.values())]
+        self._made = []
+        own = torch.tensor(digests, dtype=torch.float64)
+        everyone = self.sums.gather(own.reshape(-1, 2)).view(-1, self.sums.size, 2)
+        apart = everyone.amax(1) - everyone.amin(1)
+        differ = (apart > _CLOSE * everyone.abs().amax(1)).any(1)
+        for what, differs in zip(names, differ.tolist(), strict=True):
+            if differs:
+                raise UserError(
+                    f"{what} differs between shards: the tensor plan must name what makes values whole again "
+                    f"as {ROWS} or {GATHERED}, and parameters between split ones as {SUMMED_GRADIENT}"
+                )
+
+
+def _digest(tensor: Tensor | None) -> tuple[float, float]:
+    """Return the norm and the sum of a tensor; (-1, 0) of none, zeros where they are not finite."""
+    if tensor is None:
+        return -1.0, 0.0
+    numbers = dense(tensor.detach())
+    numbers = (numbers.abs() if numbers.is_complex() else numbers).double()
+    found = float(numbers.norm()), float(numbers.sum())
+    return found if all(map(math.isfinite, found)) else (0.0, 0.0)
+
+
+class _Alone:
+    """Sums in a forward that one rank records, of the right shape and without messages."""
+
+    def __init__(self, sums: Sums) -> None:
+        self.index, self.size = sums.index, sums.size
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat([tensor] * self.size, -1)
+
+
+class _Region:
+    """The part of a forward in which shards have parts of each value: from its first columns to its rows.
+
+    Args:
+        path: of the module around it, for messages.
+    """
+
+    def __init__(self, path: str, split: TensorSplit) -> None:
+        self._path, self._split = path, split
+        self._copied: tuple[Tensor, int, Tensor] | None = None  # the input, its version, and its copy
+        self._began: Tensor | None = None  # the state of the random generator
+        self._is_checked = False
+
+    def columns(self, module: nn.Module, described: SplitModule) -> None:
+        """Let a linear layer make a part of its columns of a whole input."""
+        is_whole_again = described.style == GATHERED
+
+        def before(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (self._enter(given[0]), *given[1:])
+
+        def after(_: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
+            self._leave(made)
+            return self._split.apply(_Gather, made)
+
+        module.register_forward_pre_hook(before)
+        if is_whole_again:
+            module.register_forward_hook(after, prepend=True)
+
+    def rows(self, module: nn.Module, described: SplitModule) -> None:
+        """Let a linear layer sum over a part of its input's columns; all shards' sums make the output."""
+        takes = described.style == ROWS_OF_WHOLE
+
+        def before(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            self._leave(given[0])
+            return (self._split.apply(_Take, given[0]), *given[1:]) if takes else given
+
+        def finished(made: Tensor, bias: Tensor | None) -> Tensor:
+            total = self._split.apply(_Sum, made)
+            return total if bias is None else total + bias.to(total.dtype)
+
+        module.register_forward_pre_hook(before)
+        _Aside(module, "bias", lambda _: None, finished)  # it is added once, to the sum
+
+    def vocabulary(self, module: nn.Module, described: SplitModule) -> None:
+        """Let an embedding look up the entries that are here; the others are in another shard's sum."""
+        assert isinstance(module, nn.Embedding)
+        sums = self._split.sums
+        count = module.num_embeddings // sums.size
+        first = sums.index * count
+        if module.padding_idx is not None:
+            here = 0 <= module.padding_idx - first < count
+            module.padding_idx = module.padding_idx - first if here else None
+        elsewhere: list[Tensor] = []
+
+        def before(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            entries = given[0] - first
+            elsewhere[:] = [(entries < 0) | (entries >= count)]
+            return (entries.masked_fill(elsewhere[0], 0), *given[1:])
+
+        def after(_: nn.Module, __: Any, made: Tensor) -> Tensor:
+            return self._split.apply(_Sum, made.masked_fill(elsewhere.pop()[..., None], 0))
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, prepend=True)
+
+    def summed_gradient(self, module: nn.Module, described: SplitModule) -> None:
+        """Sum the gradients of a module's own parameters, as each shard sees a part of the values."""
+        for name in list(module._parameters):
+            _Aside(module, name, lambda whole: self._split.apply(_Copy, whole))
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        """Hand a tensor to the shards; where several modules get one, its gradients are summed once."""
+        if self._began is None and not self._is_checked:
+            self._began = random_state(tensor.device)
+        if not torch.is_grad_enabled() or not tensor.requires_grad:
+            return tensor
+        if self._copied is not None:
+            given, version, made = self._copied
+            if given is tensor and version == tensor._version:
+                return made
+        made = self._split.apply(_Copy, tensor)
+        self._copied = tensor, tensor._version, made
+        return made
+
+    def _leave(self, tensor: Tensor) -> None:
+        """End the region; check once that it draws no random numbers.
+
+        Raises:
+            UserError: it does, and each shard would draw others than one process does.
+        """
+        self._copied = None
+        began, self._began = self._began, None
+        if began is None or not torch.is_grad_enabled() or is_recording():
+            return
+        self._is_checked = True
+        if not torch.equal(began, random_state(tensor.device)):
+            where = self._path or "the model"
+            raise UserError(
+                f"{where} draws random numbers between its split weights, which would depend on the plan: "
+                "set its dropout to 0, or tensor = 1"
+            )
+
+
+_INSTALL: Mapping[str, Callable[[_Region, nn.Module, SplitModule], None]] = {
+    COLUMNS: _Region.columns,
+    PACKED_COLUMNS: _Region.columns,
+    GATHERED: _Region.columns,
+    ROWS: _Region.rows,
+    ROWS_OF_WHOLE: _Region.rows,
+    VOCABULARY: _Region.vocabulary,
+    SUMMED_GRADIENT: _Region.summed_gradient,
+}
+
+
+class _Aside:
+    """Lets something else take the place of a parameter while its module's forward runs.
+
+    Args:
+        instead: returns what, given the parameter.
+        finish: returns the module's output, given what it has made and the parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        instead: Callable[[Tensor], Tensor | None],
+        finish: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+    ) -> None:
+        self._name, self._instead, self._finish = name, instead, finish
+        self._held: list[Tensor | None] = []
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, prepend=True, always_call=True)
+
+    def _before(self, module: nn.Module, _: Any) -> None:
+        parameter = module._parameters.get(self._name)
+        self._held.append(parameter)
+        if parameter is not None:
+            module._parameters[self._name] = self._instead(parameter)  # type: ignore[assignment]
+
+    def _after(self, module: nn.Module, _: Any, made: Any) -> Any:
+        if not self._held:  # a hook before this one has failed
+            return None
+        parameter = self._held.pop()
+        module._parameters[self._name] = parameter  # type: ignore[assignment]
+        return None if self._finish is None or made is None else self._finish(made, parameter)
