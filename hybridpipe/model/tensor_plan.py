@@ -169,7 +169,7 @@ def parts_by(
         ValueError: a stage has nothing to split, or shards that do not divide a weight or its heads.
     """
     found: dict[str, HeldPart] = {}
-    stages = set[int]()
+    groups = set[int]()  # of ranks, that have something to split
     for each in modules:
         for key, cut in each.keys.items():
             counts = {plan.stages[s].tensor for s in holders[key]}
@@ -179,10 +179,10 @@ def parts_by(
             if (count := counts.pop()) > 1:
                 shape = model.get_parameter(key).shape
                 found[key] = HeldPart(shape, SHARD, 0, count, cut.dim, cut.packs)
-                stages.update(holders[key])
+                groups.update(map(plan.group_of, holders[key]))
                 _check_divides(model, each, key, found[key], holders[key][0])
     for s, stage in enumerate(plan.stages):
-        if stage.tensor > 1 and s not in stages:
+        if stage.tensor > 1 and plan.group_of(s) not in groups:
             named = f"it names {modules[0].path} and so on" if modules else "the model has none"
             raise ValueError(
                 f"stages[{s}].tensor must be 1, as the tensor plan names nothing in the stage, got "

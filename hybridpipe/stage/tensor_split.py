@@ -156,7 +156,7 @@ class TensorSplit:
         own = torch.tensor(digests, dtype=torch.float64)
         everyone = self.sums.gather(own.reshape(-1, 2)).view(-1, self.sums.size, 2)
         apart = everyone.amax(1) - everyone.amin(1)
-        differ = (apart > _CLOSE * everyone.abs().amax(1)).any(1)
+        differ = (apart > _CLOSE * everyone[..., :1].abs().amax(1)).any(1)
         for what, differs in zip(names, differ.tolist(), strict=True):
             if differs:
                 raise UserError(
@@ -208,8 +208,8 @@ class _Region:
         def before(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (self._enter(given[0]), *given[1:])
 
-        def after(_: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
-            self._leave(made)
+        def after(module: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
+            self._leave(module, made)
             return self._split.apply(_Gather, made)
 
         module.register_forward_pre_hook(before)
@@ -220,8 +220,8 @@ class _Region:
         """Let a linear layer sum over a part of its input's columns; all shards' sums make the output."""
         takes = described.style == ROWS_OF_WHOLE
 
-        def before(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            self._leave(given[0])
+        def before(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            self._leave(module, given[0])
             return (self._split.apply(_Take, given[0]), *given[1:]) if takes else given
 
         def finished(made: Tensor, bias: Tensor | None) -> Tensor:
@@ -241,10 +241,13 @@ class _Region:
             here = 0 <= module.padding_idx - first < count
             module.padding_idx = module.padding_idx - first if here else None
         elsewhere: list[Tensor] = []
+        is_first, is_last = sums.index == 0, sums.index == sums.size - 1
 
         def before(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             entries = given[0] - first
-            elsewhere[:] = [(entries < 0) | (entries >= count)]
+            before_here, behind = entries < 0, entries >= count
+            # An index that no shard has is left to the first or the last one, whose lookup fails.
+            elsewhere[:] = [before_here & (not is_first) | behind & (not is_last)]
             return (entries.masked_fill(elsewhere[0], 0), *given[1:])
 
         def after(_: nn.Module, __: Any, made: Tensor) -> Tensor:
@@ -272,15 +275,15 @@ class _Region:
         self._copied = tensor, tensor._version, made
         return made
 
-    def _leave(self, tensor: Tensor) -> None:
-        """End the region; check once that it draws no random numbers.
+    def _leave(self, module: nn.Module, tensor: Tensor) -> None:
+        """End the region; check in the first training that it draws no random numbers.
 
         Raises:
             UserError: it does, and each shard would draw others than one process does.
         """
         self._copied = None
         began, self._began = self._began, None
-        if began is None or not torch.is_grad_enabled() or is_recording():
+        if began is None or not (module.training and torch.is_grad_enabled()) or is_recording():
             return
         self._is_checked = True
         if not torch.equal(began, random_state(tensor.device)):

@@ -264,6 +264,14 @@ def test_gradients_that_differ_are_noticed_at_the_first_update(apart):
     together(shards_of(Block(), OF_BLOCK), check)
 
 
+@pytest.mark.parametrize("index, shard", [(-1, 0), (12, 1)])
+def test_an_entry_that_no_shard_has_fails_in_one_of_them(index, shard):
+    """It had become zeros."""
+    shards = shards_of(Words(), OF_WORDS)
+    with pytest.raises(IndexError, match="index out of range"):
+        shards[shard].model.embed(torch.tensor([index]))
+
+
 def test_a_forward_is_recorded_without_the_others():
     shards = shards_of(blocks().double(), PLAN)
     outer = nn.Sequential(shards[0].model)
