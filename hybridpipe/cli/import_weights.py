@@ -43,7 +43,7 @@ def import_weights(config: Config, source: Path, folder: Path) -> Path:
     if layers is None:
         data = data_of(config)
         inputs, targets = first_microbatch(config, data)
-        layers = layers_of(model, inputs, loss, targets, tensor_plan=config.plan.tensor_plan)
+        layers = layers_of(model, inputs, loss, targets)
     with in_one_line(TypeError, ValueError):
         trainer = _trainer(config, model, loss, layers.num_layers)
     try:

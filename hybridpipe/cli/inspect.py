@@ -13,6 +13,7 @@ from hybridpipe.config.file import Config
 from hybridpipe.model.explanation import ModelExplanation
 from hybridpipe.model.layers import explain, layers_of
 from hybridpipe.model.precision import Precision
+from hybridpipe.model.tensor_plan import called_whole
 from hybridpipe.report.model import model_text
 
 
@@ -24,8 +25,9 @@ def inspect_model(config: Config) -> ModelExplanation:
     """
     model, loss = build_model(config), config.loss.build()
     inputs, targets = first_microbatch(config, data_of(config))
-    precision, plan = Precision(config.train.precision), config.plan.tensor_plan
-    return explain(layers_of(model, inputs, loss, targets, precision, plan))
+    given = config.plan.tensor_plan
+    closed = () if given is None else called_whole(model, given)
+    return explain(layers_of(model, inputs, loss, targets, Precision(config.train.precision), closed))
 
 
 def text_of(found: ModelExplanation, as_json: bool) -> str:

@@ -206,6 +206,8 @@ class Executor:
         for p2p in self.p2p:
             p2p.end()
         self.forms = []
+        if self.tensors is not None:
+            self.tensors.check_outputs()
 
     def _begin(self, program: RankProgram, stream: Stream, step: int, training: bool) -> None:
         self.forms = [cache(partial(_form, stage, stream, training)) for stage in self.stages]
@@ -348,9 +350,7 @@ class ProgramRun:
             self.note(Load(m, c))
         weights, form = self.weights, self.executor.forms[c](m)
         if targets is None:
-            outputs = stage.forward(at.microbatch, received, step, weights, m, inputs, form)
-            self.note_made(outputs)
-            self.pass_on(m, c, outputs)
+            self.pass_on(m, c, stage.forward(at.microbatch, received, step, weights, m, inputs, form))
         else:
             samples, scale = at.minibatch_samples, self.scale_of(step).value
             loss = stage.forward_loss(
@@ -390,6 +390,7 @@ class ProgramRun:
 
     def pass_on(self, m: int, c: int, outputs: TensorTree) -> None:
         """Hold a chunk's outputs for their send, or as the inputs of the chunk behind it on this rank."""
+        self.note_made(outputs)
         behind = self.executor.behind[c]
         if behind is None:
             self.values[m, c] = outputs
@@ -556,10 +557,11 @@ class InferenceRun(ProgramRun):
         outputs = stage.infer(m, received, at.step, inputs, self.executor.forms[c](m))
         if stage.loss is None:
             self.pass_on(m, c, outputs)
-        elif self.executor.counts:
+            return
+        self.note_made(outputs)
+        if self.executor.counts:
             self.on_outputs(m, outputs, self.executor.to_device(at.minibatch.targets(at.microbatch)))
-        if stage.loss is not None:
-            _drop(at)
+        _drop(at)
 
     def join_forward(self, instruction: JoinForward) -> None:
         """Compute tokens of other replicas' microbatches, where this rank has none of its own."""

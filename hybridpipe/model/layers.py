@@ -4,7 +4,7 @@ Knows the kinds of models: an `nn.Sequential`, whose children are its layers, an
 Invariant: stages hold the model's own modules and parameters, under the keys of the model's `state_dict()`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,7 +15,6 @@ from hybridpipe.errors import UserError
 from hybridpipe.model import plan_fit, sequential
 from hybridpipe.model.copies import copied
 from hybridpipe.model.explanation import SEQUENTIAL, WHOLE, LayerFacts, ModelExplanation
-from hybridpipe.model.parallel_plans import StylePlan
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.recorded import RecordedModel
 from hybridpipe.model.recording import (
@@ -27,7 +26,6 @@ from hybridpipe.model.recording import (
 )
 from hybridpipe.model.settings import Settings
 from hybridpipe.model.stage_module import StageModule
-from hybridpipe.model.tensor_plan import called_whole
 from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.planning.profile import SharedParameter
 from hybridpipe.types import Loss
@@ -195,18 +193,18 @@ def layers_of(
     loss: Loss | None = None,
     targets: Any = None,
     precision: Precision = FP32,
-    tensor_plan: StylePlan | None = None,
+    closed: Collection[str] = (),
 ) -> Layers:
     """Return the layers of any model; one whose forward or loss cannot run in stages is one layer.
 
     Args:
         inputs, loss, targets: as for `RecordedModel`.
-        tensor_plan: as for `split_modules_of`; a module whose parts it splits stays one.
+        closed: paths of modules that stay one layer, since parts of them are split (`called_whole`).
     """
     try:
         if known := known_layers(model, precision):
             return known
-        records = Records(model, precision, closed=called_whole(model, tensor_plan))
+        records = Records(model, precision, closed=closed)
         return RecordedModel(model, records, inputs, loss, targets)
     except Unsplittable as error:
         return SequentialLayers(model, error, precision)

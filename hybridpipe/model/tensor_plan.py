@@ -114,17 +114,15 @@ def split_modules_of(model: nn.Module, given: StylePlan | None = None) -> list[S
 
 
 def called_whole(model: nn.Module, given: StylePlan | None = None) -> frozenset[str]:
-    """Return the paths of the modules that stages must call whole; none where the model's own plan fails.
+    """Return the paths of the modules that stages must call whole.
 
     Args:
         given: as for `split_modules_of`.
+
+    Raises:
+        ValueError: as `split_modules_of`.
     """
-    try:
-        return frozenset(each.around for each in split_modules_of(model, given))
-    except ValueError:
-        if given is not None:
-            raise
-        return frozenset()
+    return frozenset(each.around for each in split_modules_of(model, given))
 
 
 def _check_kind(module: nn.Module, path: str, where: str, style: Style) -> None:
@@ -137,6 +135,8 @@ def _check_kind(module: nn.Module, path: str, where: str, style: Style) -> None:
         module.sparse or module.max_norm is not None or module.scale_grad_by_freq
     ):
         raise ValueError(f"{where}: {path} must have no sparse, max_norm or scale_grad_by_freq")
+    if style.cuts and module._parameters.get("weight") is None:
+        raise ValueError(f"{where}: {path} must have its weight as a parameter, and not parametrised")
     for name, parameter in module.named_parameters(recurse=False):
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(f"{where}: {joined(path, name)} must have no hooks: register them later")

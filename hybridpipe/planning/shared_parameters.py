@@ -27,15 +27,15 @@ class Peers(NamedTuple):
 def peers_of(plan: Plan, place: Place, group: int) -> Peers:
     """Return the peers of the rank at `place` in another group: all replicas of a group have equal gradients.
 
-    A replica receives from one replica of the other group, whose number is its own modulo their count. Both
-    have as many shards, and each exchanges with those of its own number.
+    A rank receives from one of the other group, whose replica and shard are its own modulo their counts. All
+    shards have equal gradients of a whole parameter; of one in parts, both groups have as many.
     """
-    own, other = plan.stages[place.stage].replicas, plan.stages[group]
-    ranks = other.ranks[place.shard :: other.tensor]
-    return Peers(
-        ranks[place.replica % len(ranks)],
-        tuple(rank for r, rank in enumerate(ranks) if r % own == place.replica),
-    )
+    own, other = plan.stages[place.stage], plan.stages[group]
+    source = plan.rank_of(group, place.replica, place.shard % other.tensor)
+    places = (divmod(index, other.tensor) for index in range(other.num_ranks))
+    mine = (place.replica, place.shard)
+    each = zip(other.ranks, places, strict=True)
+    return Peers(source, tuple(k for k, (r, t) in each if (r % own.replicas, t % own.tensor) == mine))
 
 
 class SharedMessage(NamedTuple):

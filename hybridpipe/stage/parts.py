@@ -37,6 +37,7 @@ def lacking(
         shape: of the whole parameter.
         wanted, held: as in a `Piece`.
     """
+    pieces = _distinct(pieces)
     target = _elements_of(wanted, held, shape)
     there = (_elements_of(each.part, held, shape) for each in pieces if each.held == held)
     missing = len(target) - sum(len(common(each, target)) for each in there)
@@ -66,6 +67,7 @@ def join(
     """
     if count := lacking(pieces, shape, wanted, held):
         raise LookupError(f"{count} elements are missing")
+    pieces = _distinct(pieces)
     mine = [each for each in pieces if each.held == held]
     if not lacking(mine, shape, wanted, held):
         return _within(mine, _held_shape(held, shape), wanted, copies)
@@ -82,6 +84,11 @@ def join(
 
     one = Piece(_changed(states, [_held_shape(each, shape) for each in held_parts], cut))
     return _within([one], _held_shape(held, shape), wanted, copies)
+
+
+def _distinct(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return the first of the pieces with the same elements; several stages write what they share."""
+    return list({(each.part, each.held): each for each in reversed(pieces)}.values())[::-1]
 
 
 def _within(

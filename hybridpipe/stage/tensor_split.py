@@ -7,7 +7,7 @@ Invariant: all shards exchange at the same places, and outside of what is split 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ from hybridpipe.model.tensor_plan import (
 )
 from hybridpipe.model.tensors import TensorTree, dense, tensors_in
 
-_CLOSE = 1e-3  # part of a gradient's norm by which shards may differ
+# The part of a tensor's norm by which shards may differ: GPUs add up in any order.
+_CLOSE, _COARSE = {torch.float64: 1e-9, torch.float32: 1e-4}, 1e-2
 
 
 class Sums(Protocol):
@@ -114,10 +115,11 @@ class TensorSplit:
 
     def __init__(self, model: nn.Module, modules: Sequence[SplitModule], sums: Sums) -> None:
         self.sums = sums
-        self._made, self._is_checked = list[tuple[float, float]](), False
-        regions = {each.around: _Region(each.around, self) for each in modules}
+        self._made: list[_Digest] = []
+        self._has_compared_outputs = self._has_compared_gradients = False
+        self._regions = {each.around: _Region(each.around, self) for each in modules}
         for each in modules:
-            _INSTALL[each.style](regions[each.around], model.get_submodule(each.path), each)
+            _INSTALL[each.style](self._regions[each.around], model.get_submodule(each.path), each)
 
     def apply(self, function: type[torch.autograd.Function], tensor: Tensor) -> Tensor:
         """Apply an exchange. Where a forward is recorded nobody else is here, and numbers do not matter."""
@@ -131,14 +133,26 @@ class TensorSplit:
         return applied
 
     def note(self, made: TensorTree) -> None:
-        """Note what a forward of the stage has made, until it was compared once."""
-        if not self._is_checked:
+        """Note what a forward of the stage has made, until shards have compared it once."""
+        if not self._has_compared_outputs:
             self._made += [_digest(tensor) for tensor in tensors_in(made)]
 
-    def check_once(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Check at the first update that shards have made the same outside of what is split. Collective.
+    def check_outputs(self) -> None:
+        """Check once that shards have made the same outputs, as they have not behind rows that lack a style.
 
-        They have not where a tensor plan lacks a module, and values or gradients are in parts there.
+        Collective over them.
+
+        Raises:
+            UserError: some differ; raised on all shards alike.
+        """
+        if self._made:
+            made, self._made, self._has_compared_outputs = self._made, [], True
+            self._compare([("what a stage makes", digest) for digest in made])
+
+    def check_once(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Check at the first update that shards have the same gradients of what is whole. Collective.
+
+        They have not where parameters see parts of values, and the tensor plan does not say so.
 
         Args:
             gradients: of whole parameters by their keys, in the same order on all shards.
@@ -146,33 +160,47 @@ class TensorSplit:
         Raises:
             UserError: some differ; raised on all shards alike.
         """
-        if self._is_checked:
-            return
-        self._is_checked = True
-        names = ["what a stage makes"] * len(self._made)
-        names += [f"the gradient of {key}, which the tensor plan leaves whole," for key in gradients]
-        digests = [*self._made, *map(_digest, gradients.values())]
-        self._made = []
-        own = torch.tensor(digests, dtype=torch.float64)
+        self.check_outputs()
+        if not self._has_compared_gradients:
+            self._has_compared_gradients = True
+            told = "the gradient of {}, which the tensor plan leaves whole,"
+            self._compare([(told.format(key), _digest(gradient)) for key, gradient in gradients.items()])
+
+    def _compare(self, digests: "Sequence[tuple[str, _Digest]]") -> None:
+        own = torch.tensor([digest[:2] for _, digest in digests], dtype=torch.float64)
         everyone = self.sums.gather(own.reshape(-1, 2)).view(-1, self.sums.size, 2)
-        apart = everyone.amax(1) - everyone.amin(1)
-        differ = (apart > _CLOSE * everyone[..., :1].abs().amax(1)).any(1)
-        for what, differs in zip(names, differ.tolist(), strict=True):
-            if differs:
+        norms = everyone[..., 0].abs().amax(1)
+        # A gradient that is zero but for rounding is compared with the largest.
+        scales = norms.clamp(min=float(norms.amax()) * _CLOSE[torch.float32]) if len(norms) else norms
+        apart = (everyone.amax(1) - everyone.amin(1)).amax(1)
+        for (what, digest), gap, scale in zip(digests, apart.tolist(), scales.tolist(), strict=True):
+            if gap > _CLOSE.get(digest.dtype, _COARSE) * scale:
                 raise UserError(
                     f"{what} differs between shards: the tensor plan must name what makes values whole again "
                     f"as {ROWS} or {GATHERED}, and parameters between split ones as {SUMMED_GRADIENT}"
                 )
 
+    @property
+    def is_within(self) -> bool:
+        """True between the first columns of a region and its rows, where shards have parts of values."""
+        return any(region.is_open for region in self._regions.values())
 
-def _digest(tensor: Tensor | None) -> tuple[float, float]:
-    """Return the norm and the sum of a tensor; (-1, 0) of none, zeros where they are not finite."""
+
+class _Digest(NamedTuple):
+    """The norm and the sum of a tensor; -1 and 0 of none, zeros where they are not finite."""
+
+    norm: float
+    total: float
+    dtype: torch.dtype
+
+
+def _digest(tensor: Tensor | None) -> _Digest:
     if tensor is None:
-        return -1.0, 0.0
+        return _Digest(-1.0, 0.0, torch.float64)
     numbers = dense(tensor.detach())
     numbers = (numbers.abs() if numbers.is_complex() else numbers).double()
     found = float(numbers.norm()), float(numbers.sum())
-    return found if all(map(math.isfinite, found)) else (0.0, 0.0)
+    return _Digest(*(found if all(map(math.isfinite, found)) else (0.0, 0.0)), tensor.dtype)
 
 
 class _Alone:
@@ -194,6 +222,8 @@ class _Region:
     Args:
         path: of the module around it, for messages.
     """
+
+    is_open = False
 
     def __init__(self, path: str, split: TensorSplit) -> None:
         self._path, self._split = path, split
@@ -258,11 +288,21 @@ class _Region:
 
     def summed_gradient(self, module: nn.Module, described: SplitModule) -> None:
         """Sum the gradients of a module's own parameters, as each shard sees a part of the values."""
+
+        def summed(whole: Tensor) -> Tensor:
+            if not self._split.is_within:
+                raise UserError(
+                    f"{described.path} sees whole values, so its gradients must not be summed over shards: "
+                    f"leave it out of the tensor plan, which has it as {SUMMED_GRADIENT}"
+                )
+            return self._split.apply(_Copy, whole)
+
         for name in list(module._parameters):
-            _Aside(module, name, lambda whole: self._split.apply(_Copy, whole))
+            _Aside(module, name, summed)
 
     def _enter(self, tensor: Tensor) -> Tensor:
         """Hand a tensor to the shards; where several modules get one, its gradients are summed once."""
+        self.is_open = True
         if self._began is None and not self._is_checked:
             self._began = random_state(tensor.device)
         if not torch.is_grad_enabled() or not tensor.requires_grad:
@@ -281,7 +321,7 @@ class _Region:
         Raises:
             UserError: it does, and each shard would draw others than one process does.
         """
-        self._copied = None
+        self._copied, self.is_open = None, False
         began, self._began = self._began, None
         if began is None or not (module.training and torch.is_grad_enabled()) or is_recording():
             return

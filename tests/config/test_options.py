@@ -45,15 +45,16 @@ def test_a_keyword_goes_before_the_objects_field():
 
 
 def test_every_field_is_a_keyword_but_the_plans_source():
-    assert len(SINGLE) == 25 and "source" not in SINGLE
+    assert len(SINGLE) == 26 and "source" not in SINGLE
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'source'"):
         Trainer(None, loss=None, optimizer=None, minibatch_size=1, source="dp")
 
 
 @pytest.mark.parametrize("wrong", [["layers.*.experts"], {"layers.*.experts": 1}, "ep_dispatch_experts"])
-def test_a_plan_of_experts_maps_patterns_to_styles(wrong):
-    with pytest.raises(ValueError, match="expert_plan must map patterns of modules to styles, got "):
-        PlanOptions(expert_plan=wrong)
+@pytest.mark.parametrize("name", ["expert_plan", "tensor_plan"])
+def test_a_plan_of_what_is_split_maps_patterns_to_styles(name, wrong):
+    with pytest.raises(ValueError, match=f"{name} must map patterns of modules to styles, got "):
+        PlanOptions(**{name: wrong})
 
 
 def test_a_request_is_enough():

@@ -75,6 +75,11 @@ def test_an_embedding_that_sees_all_entries_is_refused(name, value):
     assert "0 must have no sparse, max_norm or scale_grad_by_freq" in told
 
 
+def test_a_weight_that_is_computed_is_refused():
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)))
+    assert "0 must have its weight as a parameter" in refused(model, {"0": "colwise_gather_output"})
+
+
 def tied() -> nn.Sequential:
     model = nn.Sequential(nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 8, bias=False))
     model[1].weight = model[0].weight
@@ -169,7 +174,8 @@ def test_a_module_whose_parts_are_split_stays_one_layer():
     """It was opened for its size, and a cut between columns and rows would have sent parts of values."""
     inputs, targets = points_of(2)
     model = Blocks().double()
-    made = [layers_of(model, inputs, of_classes, targets, tensor_plan=plan) for plan in (None, GIVEN)]
+    each = ((), called_whole(model, GIVEN))
+    made = [layers_of(model, inputs, of_classes, targets, closed=closed) for closed in each]
     assert "blocks.0.up" in made[0].names
     assert made[1].names == ["start", "blocks.0", "blocks.1", "blocks.2", "end"]
 
@@ -185,5 +191,4 @@ def test_models_of_transformers_say_themselves_what_is_split():
     assert called_whole(llama) == around
     assert called_whole(nn.ModuleDict({"inner": llama})) == {f"inner.{path}" for path in around}
     mixtral = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=2))
-    assert called_whole(mixtral) == frozenset()
     assert "in the model's own plan: give another one as tensor_plan" in refused(mixtral, None)

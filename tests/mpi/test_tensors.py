@@ -38,6 +38,13 @@ def test_any_plan_goes_on_with_parts_of_weights(job, tmp_path):
     assert "averages within" in done.stdout
 
 
+def test_a_tied_weight_in_two_stages_is_joined(job, tmp_path):
+    skip_without_transformers()
+    plans = ["1t2-1t2", "1t2"]
+    done = job(4, "splitting.py", "--resume", str(tmp_path), "tied_llama", *plans, timeout_seconds=200)
+    assert done.stdout.count("resumed and saved") == len(plans)
+
+
 def test_a_rank_makes_only_its_part_of_the_weights(job):
     done = job(3, "splitting.py", "--lazily", "recorded_blocks", "1-1t2", "1t2-1")
     assert done.stdout.count("equal to the bit") == 2 * 2

@@ -185,3 +185,17 @@ def test_the_search_avoids_an_exchange_that_costs_more_than_it_gains():
 def test_wrong_values_are_told(layers, num_bytes, told):
     with pytest.raises(ValueError, match=told):
         tied(4, *layers, num_bytes=num_bytes)
+
+
+@pytest.mark.parametrize(
+    "here, there", [((1, 2), (2, 1)), ((2, 2), (1, 1)), ((1, 1), (1, 2)), ((2, 2), (3, 2))], ids=str
+)
+def test_shards_exchange_a_whole_parameter_with_whoever_expects_it(here, there):
+    """One waited for a rank that sent to another."""
+    specs = [StageSpec(s, s + 1, m, tensor=t) for s, (m, t) in enumerate((here, there))]
+    plan = Plan(tuple(specs))
+    for one, other in ((0, 1), (1, 0)):
+        sources = {rank: peers_of(plan, plan.place(rank), other).source for rank in plan.stages[one].ranks}
+        for rank in plan.stages[other].ranks:
+            targets = peers_of(plan, plan.place(rank), one).targets
+            assert set(targets) == {each for each, source in sources.items() if source == rank}

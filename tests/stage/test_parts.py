@@ -139,3 +139,12 @@ def test_of_what_ranks_hold_no_more_is_needed_than_is_wanted(before, now):
         assert lacking(needed[1:], SHAPE, held=held) > 0
         with pytest.raises(LookupError):
             join(needed[1:], SHAPE, held=held)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_two_stages_wrote_counts_once(way):
+    """A tied weight was in the files of both, and could not be joined."""
+    pieces = pieces_of(way)
+    assert lacking([*pieces, *pieces], SHAPE) == 0
+    assert torch.equal(join([*pieces, *pieces], SHAPE)["exp_avg"], whole()["exp_avg"])
+    assert lacking([pieces[0]] * 2, SHAPE) == 24 - 24 // len(pieces)

@@ -240,7 +240,8 @@ def test_what_shards_make_apart_is_noticed_at_the_first_update():
     def train(shard: Shard):
         shard.split.note(shard.model(torch.ones(3, 4)))
         with pytest.raises(UserError, match="what a stage makes differs between shards: "):
-            shard.split.check_once({})
+            shard.split.check_outputs()
+        shard.split.note(shard.model(torch.ones(3, 4)))
         shard.split.check_once({})  # not again
 
     together(shards_of(Columns(), {"up": "colwise"}), train)
@@ -277,6 +278,25 @@ def test_a_forward_is_recorded_without_the_others():
     outer = nn.Sequential(shards[0].model)
     found = record(outer, X, training=True)
     assert found is not None and shards[0].sums.calls == []
+
+
+def test_gradients_that_are_zero_but_for_rounding_are_no_difference():
+    """A key's bias changes no attention: GPUs have rounded its gradient otherwise on each shard."""
+
+    def check(shard: Shard):
+        noise = 1e-9 * torch.randn(8, generator=torch.Generator().manual_seed(shard.sums.index))
+        shard.split.check_once({"k.bias": noise, "q.weight": torch.ones(8)})
+
+    together(shards_of(Block(), OF_BLOCK), check)
+
+
+def test_a_sum_of_gradients_outside_of_what_is_split_is_refused():
+    """Shards agreed on a gradient that was twice too large."""
+    (shard,) = shards_of(Block(), OF_BLOCK | {"norm": "replicated_with_grad_allreduce"}, 1)
+    with pytest.raises(
+        UserError, match="norm sees whole values, so its gradients must not be summed over shards"
+    ):
+        shard.model(torch.ones(3, WIDTH))
 
 
 def test_a_bias_is_back_after_a_forward_that_fails():

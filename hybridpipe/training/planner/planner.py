@@ -5,7 +5,7 @@ searches. A given plan is checked at once, and measured only for a prediction.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.model.deferred_init.deferred import Numbers
 from hybridpipe.model.experts import Experts, experts_of, split_by
 from hybridpipe.model.layers import Layers, known_layers, layers_of
-from hybridpipe.model.tensor_plan import SplitModule, parts_by, split_modules_of
+from hybridpipe.model.tensor_plan import SplitModule, called_whole, parts_by, split_modules_of
 from hybridpipe.notices import notices
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.checks import AUTO_SYNC
@@ -250,8 +250,8 @@ class Planner:
         """
         if self._layers is None:
             inputs, targets = minibatch.inputs(0), minibatch.targets(0)
-            arithmetic, plan = self._rule.arithmetic, self._request.tensor_plan
-            made = partial(layers_of, self._model, inputs, self._loss, targets, arithmetic, plan)
+            arithmetic, closed = self._rule.arithmetic, self._closed()
+            made = partial(layers_of, self._model, inputs, self._loss, targets, arithmetic, closed)
             layers = made()
             if layers.why_whole and self.numbers is not None:  # perhaps for want of numbers
                 self.numbers.fill(self._model)
@@ -317,6 +317,12 @@ class Planner:
                 told = "takes its parts apart: call the module itself"
                 raise ValueError(f"the experts {each.path} cannot be split, as the model's forward {told}")
         return experts
+
+    def _closed(self) -> Collection[str]:
+        """Return the paths of modules that stay one layer, where stages may have parts of them."""
+        given = self._request.tensor_plan
+        splits = isinstance(self._given, Plan) and self._given.splits_tensors
+        return called_whole(self._model, given) if splits or given is not None else ()
 
     def _tensors_of(self, plan: Plan) -> Sequence[SplitModule]:
         """Return the modules whose weights a plan splits, if it does; ValueError if it cannot."""

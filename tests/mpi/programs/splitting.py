@@ -28,6 +28,7 @@ from hybridpipe.callbacks import EMA
 from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.model.layers import layers_of
+from hybridpipe.model.tensor_plan import called_whole
 from tests import blocks
 from tests.mixtures import (
     EXPERTS,
@@ -175,8 +176,9 @@ def reference(case: Case, optimizer_factory, epochs: int, averages: dict[str, to
 
 def make_plan(name: str, case: Case, schedule: str, **options) -> Plan:
     inputs, targets = case.batch(0, MICROBATCH)
-    tensor_plan = dict(case.tensor_plan) or None
-    num_layers = layers_of(case.model(), inputs, case.loss, targets, tensor_plan=tensor_plan).num_layers
+    model = case.model()
+    closed = called_whole(model, dict(case.tensor_plan)) if case.tensor_plan else ()
+    num_layers = layers_of(model, inputs, case.loss, targets, closed=closed).num_layers
     stages = name.split("-")
     cuts = [round(s * num_layers / len(stages)) for s in range(len(stages) + 1)]
     if case.has_experts and case.loss is of_classes and len(stages) == 2:  # a mixture in each
