@@ -22,8 +22,8 @@ from hybridpipe.model.tensors import TensorTree, Tree, handed_over, map_tensors
 from hybridpipe.optim.gradient_sync import GradientSync
 from hybridpipe.optim.loss_scale import UNSCALED, LossScale, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
-from hybridpipe.optim.shards import Shards
 from hybridpipe.optim.shared_gradients import SharedGradients
+from hybridpipe.optim.shares import Shares
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.instructions import (
@@ -88,7 +88,7 @@ class RankParts(NamedTuple):
         shared: sums gradients over the stages that share a parameter; None if no other rank's stage does.
         loss_weights: the factor on gradients where losses are (sum, weight); None: those of one rank.
         scales: of the losses of minibatches in flight; None: the scale is that of `update`, or there is none.
-        shards: what each of the stage's replicas updates; None: everything.
+        shares: what each of the stage's replicas updates; None: everything.
         tensors: modules that the rank has in parts, as a shard; None: all are whole.
     """
 
@@ -103,7 +103,7 @@ class RankParts(NamedTuple):
     shared: SharedGradients | None = None
     loss_weights: LossWeights | None = None
     scales: LossScales | None = None
-    shards: Shards | None = None
+    shares: Shares | None = None
     tensors: TensorSplit | None = None
 
 
@@ -116,7 +116,7 @@ class Executor:
         self.lanes, self.device, self.stages, self.p2p = parts.lanes, parts.lanes.device, stages, parts.p2p
         self.sync, self.update, self.check, self.shared = parts.sync, parts.update, parts.check, parts.shared
         self.loss_weights = parts.loss_weights or LossWeights(plan)
-        self.scales, self.shards, self.tensors = parts.scales, parts.shards, parts.tensors
+        self.scales, self.shares, self.tensors = parts.scales, parts.shares, parts.tensors
         # Other shards have the same losses and outputs.
         self.counts = self.place is None or not self.place.shard
         # The chunks behind and before each one that lie on this rank, and so exchange without a message.
@@ -163,7 +163,7 @@ class Executor:
     @property
     def bytes_gathered(self) -> int:
         """Bytes of weights that all-gathers have completed so far."""
-        return 0 if self.shards is None else self.shards.bytes_gathered
+        return 0 if self.shares is None else self.shares.bytes_gathered
 
     def run(self, program: RankProgram, stream: Stream, done: int = 0) -> Iterator[UpdateResult]:
         """Train on a stream; yields after each update, and at the end if events follow the last one.
@@ -438,15 +438,15 @@ class ProgramRun:
             self.executor.sync.finish(instruction.completes)
         if self.executor.shared is not None and instruction.completes:
             self.executor.shared.exchange()
-        if self.executor.shards is not None and instruction.completes:
-            self.executor.shards.take()
+        if self.executor.shares is not None and instruction.completes:
+            self.executor.shares.take()
 
     def update(self, instruction: Step) -> None:
         """Apply the gradients, or skip the update where the check finds a number that is not finite."""
         count, step = instruction.num_minibatches, self.stream.step + self.covered
         check, update = self.executor.check, self.executor.update
         if self.executor.tensors is not None:
-            self.executor.tensors.check_once(whole_gradients(self.executor.stages, self.executor.shards))
+            self.executor.tensors.check_once(whole_gradients(self.executor.stages, self.executor.shares))
         covered = [m for m in self.unchecked if self.stream[m].step < step + count]  # later ones wait
         losses = {m: self.unchecked.pop(m) for m in covered}
         weights = self.executor.loss_weights
@@ -456,8 +456,8 @@ class ProgramRun:
         values = {m: loss.value for m, loss in losses.items()}
         scale = max(map(self.scale_of, range(step, step + count)))
         if check is None or check.allows(values, self.stream, step, weighed.has_weight, scale):
-            if self.executor.shards is not None:
-                self.executor.shards.adopt()
+            if self.executor.shares is not None:
+                self.executor.shares.adopt()
             update.step(count)
         else:  # counts as an update, so that versions keep the plan's numbers
             update.skip(count)
@@ -467,8 +467,8 @@ class ProgramRun:
 
     def all_gather(self, _: AllGather) -> None:
         """Give the stage's replicas the weights that this one has updated, and take theirs."""
-        assert self.executor.shards is not None
-        self.executor.shards.gather()
+        assert self.executor.shares is not None
+        self.executor.shares.gather()
 
 
 _HANDLERS: dict[type[Instruction], str] = {

@@ -15,7 +15,7 @@ from hybridpipe.model.held_part import held_part
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.loss_scale import LossScale
-from hybridpipe.optim.shards import axes_of
+from hybridpipe.optim.shares import axes_of
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates, versions_in_use
 from hybridpipe.stage.state import (
@@ -128,8 +128,8 @@ def take(executor: Executor, plan: Plan, point: ResumePoint) -> RankState:
             _put_versions(executor, layers, _own_versions(plan, place, point), own)
     if place is not None and not place.is_first():
         held = [layers.owned_parameters().items() for layers in stage_modules(executor).values()]
-        shards = executor.shards
-        divided = {p: key for owned in held for p, key in owned if place.is_first(axes_of(p, shards))}
+        shares = executor.shares
+        divided = {p: key for owned in held for p, key in owned if place.is_first(axes_of(p, shares))}
         if divided:
             _take_optimizer(executor, divided, own)
     if place is not None:
@@ -198,13 +198,13 @@ def parameters(executor: Executor) -> dict[Tensor, str]:
 def updated(executor: Executor) -> dict[Tensor, str]:
     """Return the key of the parameter behind each tensor that this rank's optimizer updates."""
     held = parameters(executor)
-    parts = {p: p for p in held} if executor.shards is None else executor.shards.parts
+    parts = {p: p for p in held} if executor.shares is None else executor.shares.parts
     return {parts[p]: key for p, key in held.items() if p in parts}
 
 
 def ranges(executor: Executor) -> dict[str, range]:
     """Return the elements that this rank updates of parameters whose update replicas divide, by key."""
-    found = {} if executor.shards is None else executor.shards.ranges
+    found = {} if executor.shares is None else executor.shares.ranges
     return {key: found[p] for p, key in parameters(executor).items() if p in found}
 
 
@@ -215,12 +215,12 @@ def in_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _take_optimizer(executor: Executor, names: Mapping[Tensor, str], state: StageState) -> None:
     """Add the optimizer's state of these parameters, as far as this rank updates them."""
-    update, shards = executor.update, executor.shards
+    update, shares = executor.update, executor.shares
     if update.optimizer is None:
         return
-    parts = {p: p for p in names} if shards is None else shards.parts
+    parts = {p: p for p in names} if shares is None else shares.parts
     mine = {parts[p]: key for p, key in names.items() if p in parts}
-    of_part = {} if shards is None else {part: shards.ranges[p] for p, part in parts.items() if part is not p}
+    of_part = {} if shares is None else {part: shares.ranges[p] for p, part in parts.items() if part is not p}
     held = {parts[p]: part for p in names if p in parts and (part := held_part(p)) is not None}
     take_optimizer(update.optimizer, mine, state, update.given.options, of_part, held)
 

@@ -17,7 +17,7 @@ from hybridpipe.comm.status import rank_status
 from hybridpipe.model.held_part import axis_of
 from hybridpipe.optim.gradient_sync import BucketSync, GradientSync
 from hybridpipe.optim.sharded_sync import ShardedSync
-from hybridpipe.optim.shards import Shards, axes_of
+from hybridpipe.optim.shares import Shares, axes_of
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.weights import sparse_parameters
@@ -29,19 +29,19 @@ class Replication(NamedTuple):
     Args:
         parameters: of all stages that the rank holds.
         sync: None if the stage has one replica.
-        shards: None if each replica updates all parameters.
+        shares: None if each replica updates all parameters.
         place: of the rank.
     """
 
     parameters: Sequence[Tensor]
     sync: GradientSync | None
-    shards: Shards | None
+    shares: Shares | None
     place: Place
 
     @property
     def parts(self) -> Mapping[Tensor, Tensor]:
         """The tensor that this rank updates for each parameter of which it updates anything."""
-        return {p: p for p in self.parameters} if self.shards is None else self.shards.parts
+        return {p: p for p in self.parameters} if self.shares is None else self.shares.parts
 
     def uncounted(self, elsewhere: Collection[Tensor]) -> list[Tensor]:
         """Return what this rank updates and another one counts, so that each element counts once.
@@ -49,7 +49,7 @@ class Replication(NamedTuple):
         Args:
             elsewhere: parameters that another stage counts.
         """
-        others = (part for p, part in self.parts.items() if not self.place.is_first(axes_of(p, self.shards)))
+        others = (part for p, part in self.parts.items() if not self.place.is_first(axes_of(p, self.shares)))
         return [*others, *(self.parts[p] for p in elsewhere if p in self.parts)]
 
 
@@ -84,8 +84,8 @@ def replication(
         sync = BucketSync(alike, replicas, collectives, compression, sparse, late)
         return Replication(parameters, sync, None, place)
     frees = zero == 2
-    shards = Shards(parameters, replicas.rank, replicas.ranks, collectives.all_gather, sparse, frees)
+    shares = Shares(parameters, replicas.rank, replicas.ranks, collectives.all_gather, sparse, frees)
     sync = ShardedSync(
-        alike, replicas, collectives, shards, scatters, frees, shared, compression, sparse, late
+        alike, replicas, collectives, shares, scatters, frees, shared, compression, sparse, late
     )
-    return Replication(parameters, sync, shards, place)
+    return Replication(parameters, sync, shares, place)

@@ -14,7 +14,7 @@ from hybridpipe.model.deferred_init.deferred import Numbers
 from hybridpipe.model.experts import Experts, hold_part, split_by
 from hybridpipe.model.held_part import HeldPart, axis_of
 from hybridpipe.model.tensor_plan import SplitModule, hold_shard, parts_by
-from hybridpipe.optim.shards import Shards
+from hybridpipe.optim.shares import Shares
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.stage.experts import Exchange, SplitExperts
 from hybridpipe.stage.stage import Stage
@@ -95,13 +95,13 @@ def split_tensors(
     return TensorSplit(model, modules, sums)
 
 
-def whole_gradients(stages: Sequence[Stage], shards: Shards | None) -> dict[str, Tensor | None]:
+def whole_gradients(stages: Sequence[Stage], shares: Shares | None) -> dict[str, Tensor | None]:
     """Return the gradients of parameters that are whole, as far as a rank updates them, by key.
 
     Args:
-        shards: what each of the stage's replicas updates; None: everything.
+        shares: what each of the stage's replicas updates; None: everything.
     """
     held = (each for stage in stages for each in stage.layers.parameters().items())
     whole = {key: p for p, key in held if p.requires_grad and axis_of(p) is None}
-    parts = {p: p for p in whole.values()} if shards is None else shards.parts
+    parts = {p: p for p in whole.values()} if shares is None else shares.parts
     return {key: parts[p].grad for key, p in whole.items() if p in parts}

@@ -157,12 +157,12 @@ class Worker:
         with failure.guard():  # the user's factory may fail on this rank alone
             why = rule.why_not_predicted(tie.parameters, plan)
             has_all = plan.num_groups == 1
-            why = why or rule.why_not_apart(self.model, tie.parameters, tie.shards, has_all=has_all)
+            why = why or rule.why_not_apart(self.model, tie.parameters, tie.shares, has_all=has_all)
         self._refuse(why)
         elsewhere = [p for p, others in groups.items() if others[0] != place.stage]
         with failure.guard():
             update = rule.build(
-                tie.parameters, plan, place.stage, self._sum_over_ranks, tie.uncounted(elsewhere), tie.shards
+                tie.parameters, plan, place.stage, self._sum_over_ranks, tie.uncounted(elsewhere), tie.shares
             )
         agree = self._max_over_updating_ranks
         parts = RankParts(
@@ -177,7 +177,7 @@ class Worker:
             shared=SharedGradients(plan, place, groups, self.courier, rule.compression) if groups else None,
             loss_weights=LossWeights(plan, self._sum_over_updating_ranks),
             scales=LossScales(DYNAMIC, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
-            shards=tie.shards,
+            shares=tie.shares,
             tensors=self.tensors,
         )
         if isinstance(self.transport, FaultyTransport):

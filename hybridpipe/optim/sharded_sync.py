@@ -1,6 +1,6 @@
 """ShardedSync: sums gradients over a stage's replicas, of which each keeps the part that it updates.
 
-Knows parameters, their shards and collectives; no schedule. Source: ZeRO (Rajbhandari et al., SC 2020).
+Knows parameters, their shares and collectives; no schedule. Source: ZeRO (Rajbhandari et al., SC 2020).
 Invariant: a replica's part gets the sum that an all-reduce would give its elements; none without a gradient.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridpipe.collectives.protocol import Collectives
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.optim.gradient_sync import MOST_ELEMENTS, Bucket, BucketSync, filled
-from hybridpipe.optim.shards import FlatBucket, Shards
+from hybridpipe.optim.shares import FlatBucket, Shares
 from hybridpipe.planning.checks import NO_COMPRESSION
 
 MOST_IN_FLIGHT = 2  # buckets under way in a backward where gradients are freed
@@ -21,14 +21,14 @@ MOST_IN_FLIGHT = 2  # buckets under way in a backward where gradients are freed
 class TakenBucket(Bucket):
     """A bucket that gives each part its gradient, and frees the others, as soon as the sums are there."""
 
-    def __init__(self, name: str, parameters: list[Tensor], shards: Shards, halves: bool) -> None:
+    def __init__(self, name: str, parameters: list[Tensor], shares: Shares, halves: bool) -> None:
         super().__init__(name, parameters, halves=halves)
-        self._shards = shards
+        self._shares = shares
 
     def finish(self) -> None:
         """Wait for the sums, and move this replica's to its parts."""
         super().finish()
-        self._shards.take(self.parameters)
+        self._shares.take(self.parameters)
 
 
 class ScatteredBucket(Bucket):
@@ -41,10 +41,10 @@ class ScatteredBucket(Bucket):
     what = "reduce-scatter"
 
     def __init__(
-        self, name: str, parameters: list[Tensor], shards: Shards, flat: FlatBucket, halves: bool
+        self, name: str, parameters: list[Tensor], shares: Shares, flat: FlatBucket, halves: bool
     ) -> None:
         super().__init__(name, parameters)
-        self._shards, self._layout = shards, flat.layout
+        self._shares, self._layout = shares, flat.layout
         dtype = parameters[0].dtype
         wide = torch.float32 if dtype == torch.bfloat16 else dtype  # some backends have no sum of bfloat16
         self._dtype = torch.float16 if halves and dtype == torch.float32 else wide
@@ -81,7 +81,7 @@ class ScatteredBucket(Bucket):
             if count and part:
                 # a part that does not begin its parameter begins the share
                 begin = 0 if part.start else self._layout.offsets[self._index[p]] % share
-                self._shards.add(p, row[begin : begin + len(part)].to(p.dtype))
+                self._shares.add(p, row[begin : begin + len(part)].to(p.dtype))
         self.handle, self.is_reduced = None, True
 
 
@@ -89,11 +89,11 @@ class ShardedSync(BucketSync):
     """Reductions over the stage's replicas, whose sums go to the parts that a replica updates.
 
     Sums that are needed whole are reduced by an all-reduce, and only when the gradients are complete: those
-    of whole parameters, of complex ones and of those that other stages or several chunks use. `Shards.take`
+    of whole parameters, of complex ones and of those that other stages or several chunks use. `Shares.take`
     moves them to the parts after the exchange with other stages.
 
     Args:
-        shards: of the stage's parameters.
+        shares: of the stage's parameters.
         scatters: reduce by reduce-scatters.
         frees: reduce after each backward, and free what another replica updates.
         shared: parameters that ranks of other stages hold as well.
@@ -105,7 +105,7 @@ class ShardedSync(BucketSync):
         parameters: Iterable[Tensor],
         replicas: WatchedComm,
         collectives: Collectives,
-        shards: Shards,
+        shares: Shares,
         scatters: bool,
         frees: bool,
         shared: Collection[Tensor] = (),
@@ -113,13 +113,13 @@ class ShardedSync(BucketSync):
         sparse: Collection[Tensor] = (),
         late: Collection[Tensor] = (),
     ) -> None:
-        self._shards, self._scatters, self._frees = shards, scatters, frees
+        self._shares, self._scatters, self._frees = shares, scatters, frees
         self._shared = frozenset(shared)
         super().__init__(parameters, replicas, collectives, compression, sparse, late)
 
     def renew(self) -> None:
         """Adopt the present requires_grad in buckets and parts. Collective over the replicas."""
-        self._shards.renew()
+        self._shares.renew()
         super().renew()
 
     def _make_buckets(self, trained: Sequence[Tensor]) -> list[Bucket]:
@@ -137,21 +137,21 @@ class ShardedSync(BucketSync):
     def _is_for_parts(self, p: Tensor) -> bool:
         """Return True if only the sums of this replica's elements are needed."""
         small = p.numel() <= MOST_ELEMENTS
-        sharded = p in self._shards.ranges and p not in self._late and p not in self._shared
+        sharded = p in self._shares.ranges and p not in self._late and p not in self._shared
         return sharded and small and not p.is_complex()
 
     def _scattered(self, parameters: Collection[Tensor]) -> list[Bucket]:
         wanted = set(parameters)
         found: list[Bucket] = []
-        for i, flat in enumerate(self._shards.buckets):
+        for i, flat in enumerate(self._shares.buckets):
             members = [p for p in flat.parameters if p in wanted]
             if members:
-                found.append(ScatteredBucket(f"scattered{i}", members, self._shards, flat, self._halves))
+                found.append(ScatteredBucket(f"scattered{i}", members, self._shares, flat, self._halves))
         return found
 
     def _taken(self, parameters: Sequence[Tensor]) -> list[Bucket]:
         buckets = enumerate(filled(parameters))
-        return [TakenBucket(f"taken{i}", members, self._shards, self._halves) for i, members in buckets]
+        return [TakenBucket(f"taken{i}", members, self._shares, self._halves) for i, members in buckets]
 
     def _full(self, bucket: Bucket) -> None:
         """Start a bucket that a backward has filled, and wait for others if too many are under way.

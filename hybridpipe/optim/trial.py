@@ -18,7 +18,7 @@ from torch.optim import optimizer as of_any
 from hybridpipe.errors import told
 from hybridpipe.model.rng import preserved_state, seed_generators
 from hybridpipe.optim.named import STANDS_FOR
-from hybridpipe.optim.shards import take_over
+from hybridpipe.optim.shares import take_over
 
 # Those of torch that update an element from its own gradient and state. A subclass may do anything.
 ELEMENTWISE = (

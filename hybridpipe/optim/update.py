@@ -24,7 +24,7 @@ from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.optim.named import with_names
 from hybridpipe.optim.prediction import predicted, why_not_predicted
-from hybridpipe.optim.shards import Shards, take_over
+from hybridpipe.optim.shares import Shares, take_over
 from hybridpipe.optim.trial import why_not_apart
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
@@ -127,13 +127,13 @@ class UpdateRule(UpdateOptions):
             Update(self._optimizer(parameters), self.lr_scheduler)
 
     def why_not_apart(
-        self, model: nn.Module, parameters: Sequence[Tensor], shards: Shards | None, has_all: bool
+        self, model: nn.Module, parameters: Sequence[Tensor], shares: Shares | None, has_all: bool
     ) -> str | None:
         """Return why a rank's optimizer would train otherwise than one of the whole model; None if it may.
 
         Args:
             parameters: of all stages that the rank holds.
-            shards: what this replica updates; None: everything.
+            shares: what this replica updates; None: everything.
             has_all: they are all that the model trains.
         """
         if self.optimizer_per_stage or not parameters:
@@ -149,9 +149,9 @@ class UpdateRule(UpdateOptions):
             what, option = _SPLIT[next(iter(split.values()))]
             needed = f"split {what} need an optimizer that updates each element by itself"
             return f"{needed}: {why}; set {option}, {allowed}"
-        if shards is None or not shards.ranges:
+        if shares is None or not shares.ranges:
             return None
-        why = why_not_apart(self._optimizer, parameters, parameters, shards.ranges, sparse)
+        why = why_not_apart(self._optimizer, parameters, parameters, shares.ranges, sparse)
         needed = "zero needs an optimizer that updates each element by itself"
         return why and f"{needed}: {why}; set zero = 0, {allowed}"
 
@@ -175,7 +175,7 @@ class UpdateRule(UpdateOptions):
         stage: int,
         add_up: Callable[[float], float],
         elsewhere: Collection[Tensor] = (),
-        shards: Shards | None = None,
+        shares: Shares | None = None,
     ) -> "Update":
         """Return the `Update` of a rank.
 
@@ -184,14 +184,14 @@ class UpdateRule(UpdateOptions):
                 users may train them later, and it skips parameters without a gradient.
             stage: the rank's stage; any one of them where it holds several chunks.
             add_up, elsewhere: see `Update`.
-            shards: what this replica updates; None: everything.
+            shares: what this replica updates; None: everything.
         """
         scaled = plan.traits.whole_minibatch and self.scale_learning_rate
         optimizer = self._optimizer(parameters)
-        if shards is not None:
+        if shares is not None:
             if optimizer is not None:
-                take_over(optimizer, shards.parts, shards.ranges)
-            parameters = [*parameters, *(part for p, part in shards.parts.items() if part is not p)]
+                take_over(optimizer, shares.parts, shares.ranges)
+            parameters = [*parameters, *(part for p, part in shares.parts.items() if part is not p)]
         return Update(
             optimizer,
             self.lr_scheduler,

@@ -98,9 +98,9 @@ class Run:
 
         Collective over the replicas of a stage.
         """
-        shards = self._trainer.worker.executor.shards
-        if shards is not None:
-            shards.gather()
+        shares = self._trainer.worker.executor.shares
+        if shares is not None:
+            shares.gather()
 
     @property
     def settings(self) -> Mapping[str, str | int | float]:

@@ -6,7 +6,7 @@ import torch
 
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.named import with_names
-from hybridpipe.optim.shards import take_over
+from hybridpipe.optim.shares import take_over
 from hybridpipe.optim.update import Given, UpdateRule
 from hybridpipe.stage.state import StageState, check_optimizer, put_optimizer, read_optimizer, take_optimizer
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from hybridpipe.optim import gradient_sync
 from hybridpipe.optim.sharded_sync import MOST_IN_FLIGHT, ShardedSync
-from hybridpipe.optim.shards import Shards
+from hybridpipe.optim.shares import Shares
 
 
 class Replicas:
@@ -62,12 +62,12 @@ def model() -> nn.Sequential:
 
 
 def make(net, rank=0, scatters=True, frees=False, compression="none", is_ordered=False, **options):
-    collectives, shards = (
+    collectives, shares = (
         Collectives(rank, is_ordered),
-        Shards(net.parameters(), rank, (0, 1), None, frees=frees),
+        Shares(net.parameters(), rank, (0, 1), None, frees=frees),
     )
-    given = list(net.parameters()), Replicas(), collectives, shards, scatters, frees
-    return ShardedSync(*given, compression=compression, **options), shards, collectives
+    given = list(net.parameters()), Replicas(), collectives, shares, scatters, frees
+    return ShardedSync(*given, compression=compression, **options), shares, collectives
 
 
 def backward(net, sync=None) -> None:
@@ -83,14 +83,14 @@ def backward(net, sync=None) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_gets_the_sum_of_its_elements(scatters, frees, rank):
     net, single = model(), model()
-    sync, shards, _ = make(net, rank, scatters, frees)
+    sync, shares, _ = make(net, rank, scatters, frees)
     backward(single)
     backward(net, sync)
     sync.finish()
-    shards.take()
+    shares.take()
     assert all(p.grad is None for p in net.parameters())
     for p, q in zip(net.parameters(), single.parameters(), strict=True):
-        part, held = shards.ranges[p], shards.parts.get(p)
+        part, held = shares.ranges[p], shares.parts.get(p)
         assert (held is not None) == bool(part)
         if part:
             assert torch.equal(held.grad, 2 * q.grad.view(-1)[part.start : part.stop])
@@ -99,15 +99,15 @@ def test_a_part_gets_the_sum_of_its_elements(scatters, frees, rank):
 @pytest.mark.parametrize("scatters", [False, True])
 def test_a_parameter_without_a_gradient_leaves_none(scatters):
     net = model()
-    sync, shards, _ = make(net, scatters=scatters)
+    sync, shares, _ = make(net, scatters=scatters)
     for p in net[0].parameters():
         p.requires_grad = False
     sync.renew()
     p = net[2].weight
     p.grad = torch.ones_like(p)
     sync.finish()
-    shards.take()
-    with_gradient = [parameter for parameter, part in shards.parts.items() if part.grad is not None]
+    shares.take()
+    with_gradient = [parameter for parameter, part in shares.parts.items() if part.grad is not None]
     assert with_gradient == [p]
 
 
@@ -145,7 +145,7 @@ def test_buckets_start_in_one_order_on_all_replicas():
 def test_sums_that_are_needed_whole_wait_for_the_reduction_that_completes():
     net = model()
     shared, late = net[0].weight, net[2].weight
-    sync, shards, collectives = make(net, frees=True, shared=[shared], late=[late])
+    sync, shares, collectives = make(net, frees=True, shared=[shared], late=[late])
     for completes in (False, True):
         backward(net, sync)
         sync.finish(completes)
@@ -154,23 +154,23 @@ def test_sums_that_are_needed_whole_wait_for_the_reduction_that_completes():
     backward(expected), backward(expected)
     assert torch.equal(shared.grad, 2 * expected[0].weight.grad)
     assert sum(name.startswith("bucket") for name in collectives.names) == 1
-    shards.take()
-    part = shards.ranges[shared]
-    held = shards.parts[shared].grad
+    shares.take()
+    part = shares.ranges[shared]
+    held = shares.parts[shared].grad
     assert torch.equal(held, 2 * expected[0].weight.grad.view(-1)[part.start : part.stop])
 
 
 def test_a_sparse_gradient_that_nobody_expects_is_made_dense():
     """Of torch.nn.functional.embedding(sparse=True), which no module tells of."""
     net = model()
-    sync, shards, _ = make(net)
+    sync, shares, _ = make(net)
     p = net[0].weight
     p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 9), (9, 9), check_invariants=True)
     sync.finish()
-    part = shards.ranges[p]
+    part = shares.ranges[p]
     expected = torch.zeros(9, 9)
     expected[1] = 2
-    assert torch.equal(shards.parts[p].grad, expected.view(-1)[part.start : part.stop])
+    assert torch.equal(shares.parts[p].grad, expected.view(-1)[part.start : part.stop])
 
 
 @pytest.mark.parametrize(
@@ -179,12 +179,12 @@ def test_a_sparse_gradient_that_nobody_expects_is_made_dense():
 def test_types_on_the_wire(dtype, compression, on_wire):
     """Horovod has no sum of bfloat16; float16 holds three digits."""
     net = model().to(getattr(torch, dtype))
-    sync, shards, _ = make(net, compression=compression)
+    sync, shares, _ = make(net, compression=compression)
     for p in net.parameters():
         p.grad = torch.full_like(p, 0.3)
     sync.finish()
-    for part in shards.parts.values():
+    for part in shares.parts.values():
         assert part.grad.dtype == part.dtype
         torch.testing.assert_close(part.grad.float(), torch.full(part.shape, 0.6), rtol=1e-2, atol=0)
-    rows = sum(bucket.weights.numel() + 2 * len(bucket.parameters) for bucket in shards.buckets)
+    rows = sum(bucket.weights.numel() + 2 * len(bucket.parameters) for bucket in shares.buckets)
     assert sync.bytes_reduced == on_wire * rows

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hybridpipe.model.held_part import HeldPart, part_of
-from hybridpipe.optim.shards import Shards
+from hybridpipe.optim.shares import Shares
 from hybridpipe.optim.update import LearningRate, Update, UpdateRule
 from tests.engine.helpers import assert_same, in_threads, make_plan, one_process
 
@@ -404,9 +404,9 @@ def trained_only(given):
 
 def test_replicas_of_a_frozen_stage_have_no_update_to_shard():
     frozen = [p.requires_grad_(False) for p in parameters(None, None)]
-    shards, rule = Shards(frozen, 0, (0, 1), None), UpdateRule(trained_only)
-    assert rule.why_not_apart(nn.ParameterList(frozen), frozen, shards, has_all=True) is None
-    assert rule.build(frozen, make_plan("2", 4, 2), 0, float, (), shards).optimizer is None
+    shares, rule = Shares(frozen, 0, (0, 1), None), UpdateRule(trained_only)
+    assert rule.why_not_apart(nn.ParameterList(frozen), frozen, shares, has_all=True) is None
+    assert rule.build(frozen, make_plan("2", 4, 2), 0, float, (), shares).optimizer is None
 
 
 def test_parts_of_experts_need_an_optimizer_that_updates_each_element_by_itself():
@@ -425,14 +425,14 @@ def test_scaling_and_clipping_reach_the_parts():
     """Each replica counts its own elements, and a whole parameter on one of them only."""
     given = parameters(None, None)
     whole = given[1]
-    shards = Shards(given, 0, (0, 1), None, sparse={whole})
+    shares = Shares(given, 0, (0, 1), None, sparse={whole})
     told = []
     update = UpdateRule(sgd, clip_grad_norm=1.0).build(
-        given, make_plan("2", 4, 2), 0, lambda number: told.append(number) or number, [whole], shards
+        given, make_plan("2", 4, 2), 0, lambda number: told.append(number) or number, [whole], shares
     )
-    part = shards.parts[given[0]]
+    part = shares.parts[given[0]]
     given[0].grad = torch.full((3,), 4.0, dtype=torch.float64)
-    shards.take()
+    shares.take()
     whole.grad = torch.full((3,), 8.0, dtype=torch.float64)
     update.scale(0.5)
     update.step()

@@ -8,7 +8,7 @@ from torch import nn
 
 from hybridpipe.optim import gradient_sync
 from hybridpipe.optim.fused import fused
-from hybridpipe.optim.shards import Shards, take_over
+from hybridpipe.optim.shares import Shares, take_over
 
 
 class Copied:
@@ -26,34 +26,34 @@ class Copied:
 
 
 class Replicas:
-    """As many copies of a model, with the shards and the optimizer of each."""
+    """As many copies of a model, with the shares and the optimizer of each."""
 
     def __init__(self, model, factory, count=3, **options):
         self.models = [copy.deepcopy(model) for _ in range(count)]
-        self.shards = [
-            Shards(net.parameters(), r, range(count), self.gather, **options)
+        self.shares = [
+            Shares(net.parameters(), r, range(count), self.gather, **options)
             for r, net in enumerate(self.models)
         ]
         self.optimizers = [factory(net.parameters()) for net in self.models]
-        for shards, optimizer in zip(self.shards, self.optimizers, strict=True):
-            take_over(optimizer, shards.parts, shards.ranges)
+        for shares, optimizer in zip(self.shares, self.optimizers, strict=True):
+            take_over(optimizer, shares.parts, shares.ranges)
 
     def gather(self, weights):
-        buckets = self.shards[0].buckets, self.shards[1].buckets, self.shards[2].buckets
+        buckets = self.shares[0].buckets, self.shares[1].buckets, self.shares[2].buckets
         (i,) = {i for each in buckets for i, bucket in enumerate(each) if bucket.weights is weights}
         return Copied(weights, [each[i].weights.clone() for each in buckets])
 
     def step(self, gradients):
-        for net, shards, optimizer in zip(self.models, self.shards, self.optimizers, strict=True):
+        for net, shares, optimizer in zip(self.models, self.shares, self.optimizers, strict=True):
             for p, gradient in zip(net.parameters(), gradients, strict=True):
                 p.grad = None if gradient is None else gradient.clone()
-            shards.take()
-            shards.adopt()
+            shares.take()
+            shares.adopt()
             with fused(optimizer):
                 optimizer.step()
             optimizer.zero_grad()
-        for shards in self.shards:
-            shards.gather()
+        for shares in self.shares:
+            shares.gather()
 
 
 @pytest.fixture(autouse=True)
@@ -115,8 +115,8 @@ def test_state_is_divided_and_groups_are_kept():
 
 def test_state_that_an_optimizer_makes_at_once_is_cut():
     replicas = Replicas(model(), torch.optim.Adagrad)
-    for shards, optimizer in zip(replicas.shards, replicas.optimizers, strict=True):
-        assert optimizer.state.keys() == set(shards.parts.values())
+    for shares, optimizer in zip(replicas.shares, replicas.optimizers, strict=True):
+        assert optimizer.state.keys() == set(shares.parts.values())
         for part, state in optimizer.state.items():
             assert state["sum"].shape == part.shape
             assert state["sum"].untyped_storage().nbytes() == part.nbytes
@@ -125,7 +125,7 @@ def test_state_that_an_optimizer_makes_at_once_is_cut():
 def test_parameters_stay_what_they_are():
     net = model()
     before, given = [p.clone() for p in net.parameters()], list(net.parameters())
-    Shards(net.parameters(), 0, (0, 1), None)
+    Shares(net.parameters(), 0, (0, 1), None)
     assert all(map(torch.equal, net.parameters(), before))
     assert all(a is b and a.is_contiguous() for a, b in zip(net.parameters(), given, strict=True))
 
@@ -137,9 +137,9 @@ def test_what_cannot_be_cut_stays_whole():
     sparse, empty = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.empty(0))
     number = nn.Parameter(torch.tensor(1.0))  # whose state has the shape of its count of steps
     given = [apart, overlapping, other, strided, sparse, empty, number]
-    shards = Shards(given, 1, (0, 1), None, sparse={sparse})
-    assert list(shards.ranges) == [apart]
-    assert {p for p, part in shards.parts.items() if part is p} == set(given[1:])
+    shares = Shares(given, 1, (0, 1), None, sparse={sparse})
+    assert list(shares.ranges) == [apart]
+    assert {p for p, part in shares.parts.items() if part is p} == set(given[1:])
     assert overlapping.data_ptr() + 8 * 4 == other.data_ptr()
 
 
@@ -153,27 +153,27 @@ def test_frozen_parameters_are_in_buckets_of_their_own():
         started.append(weights)
         return Copied(weights, [weights.clone()] * 2)
 
-    shards = Shards(net.parameters(), 0, (0, 1), gather)
-    for bucket in shards.buckets:
+    shares = Shares(net.parameters(), 0, (0, 1), gather)
+    for bucket in shares.buckets:
         assert len({p.requires_grad for p in bucket.parameters}) == 1
-    shards.gather()
-    assert shards.bytes_gathered == 4 * sum(len(weights) for weights in started)
-    assert len(started) == sum(bucket.parameters[0].requires_grad for bucket in shards.buckets)
-    assert len(started) < len(shards.buckets)
+    shares.gather()
+    assert shares.bytes_gathered == 4 * sum(len(weights) for weights in started)
+    assert len(started) == sum(bucket.parameters[0].requires_grad for bucket in shares.buckets)
+    assert len(started) < len(shares.buckets)
     net[2].requires_grad_(True)
-    shards.renew()
-    assert all(shards.parts[p].requires_grad for p in net[2].parameters() if p in shards.parts)
+    shares.renew()
+    assert all(shares.parts[p].requires_grad for p in net[2].parameters() if p in shares.parts)
 
 
 def test_a_parameter_that_moved_is_adopted_again():
     """As a new version of the weights moves it, while older ones keep the memory before."""
     net = model()
-    shards = Shards(net.parameters(), 0, (0, 1), None)
+    shares = Shares(net.parameters(), 0, (0, 1), None)
     weight = net[0].weight
-    old, part = weight.data, shards.parts[weight]
+    old, part = weight.data, shares.parts[weight]
     weight.data = weight.data.clone()
     weight.data += 1
-    shards.adopt()
+    shares.adopt()
     assert torch.equal(part, weight.detach().view(-1)[: len(part)])
     part.data.zero_()
     assert not weight.view(-1)[: len(part)].any() and old.all()
@@ -181,12 +181,12 @@ def test_a_parameter_that_moved_is_adopted_again():
 
 def test_gradients_add_up_and_free_the_whole():
     net = model()
-    shards = Shards(net.parameters(), 0, (0, 1), None, frees=True)
+    shares = Shares(net.parameters(), 0, (0, 1), None, frees=True)
     p = net[0].weight
     for _ in range(2):
         p.grad = torch.ones_like(p)
-        shards.take([p])
+        shares.take([p])
         assert p.grad is None
-    part = shards.parts[p]
+    part = shares.parts[p]
     assert torch.equal(part.grad, torch.full_like(part, 2.0))
     assert part.grad.untyped_storage().nbytes() == part.nbytes < p.nbytes
