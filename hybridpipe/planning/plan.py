@@ -15,21 +15,15 @@ from hybridpipe.planning.checks import (
     BACKENDS,
     MAX_RANKS,
     NO_PREDICTION,
-    PREDICTIONS,
     non_negative_int,
     one_of,
     plain,
     positive_int,
 )
+from hybridpipe.planning.plan_checks import SPLIT_OPTIONS, check_plan, check_zero
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, Placement, ScheduleTraits
 
 PLAN_FORMAT = "hybridpipe-plan/1"
-ZERO = (0, 1, 2)  # what replicas may shard: nothing, the optimizer's state, the gradients, too
-# What a plan whose backwards are split may say, the check of each, and the trait of schedules that take it.
-SPLIT_OPTIONS = {
-    "in_flight": (positive_int, "splits_backward"),
-    "weight_lag": (non_negative_int, "takes_lags"),
-}
 
 
 class Place(NamedTuple):
@@ -170,42 +164,6 @@ class PassTimes(NamedTuple):
     message: int
 
 
-def check_zero(zero: int) -> None:
-    """Raises ValueError unless `zero` is one of ZERO."""
-    non_negative_int("zero", zero)
-    one_of("zero", zero, ZERO)
-
-
-def check_prediction(prediction: str, vertical_sync: bool) -> None:
-    """Raises ValueError unless `prediction` is one of PREDICTIONS, and goes with `vertical_sync`."""
-    one_of("prediction", prediction, PREDICTIONS)
-    if prediction != NO_PREDICTION and vertical_sync:
-        raise ValueError(
-            f"vertical_sync must be false with prediction = {prediction!r}, got true: predicted weights are "
-            "of one version in all stages already"
-        )
-
-
-def check_takes(schedule: str, vertical_sync: bool, max_in_flight: int | None, prediction: str) -> None:
-    """Raises ValueError for an option that the schedule cannot take."""
-    traits = TRAITS[schedule]
-    if vertical_sync and traits.versions != "stashed":
-        raise ValueError(f"vertical_sync must be false under {schedule}, got true")
-    check_prediction(prediction, vertical_sync)
-    if prediction != NO_PREDICTION and not traits.is_asynchronous:
-        raise ValueError(
-            f"prediction must be {NO_PREDICTION} under {schedule}, whose gradients are never late, "
-            f"got {prediction!r}"
-        )
-    if max_in_flight is not None:
-        positive_int("max_in_flight", max_in_flight)
-        if not traits.takes_max_in_flight:
-            raise ValueError(
-                f"max_in_flight must not be given under {schedule}, got {max_in_flight}: "
-                "what it stashes is a part of the schedule"
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Stages in the order of the layers, a schedule, and the microbatches of a full minibatch.
@@ -276,10 +234,9 @@ class Plan:
         self._place_chunks()
         if not self.num_layers:
             object.__setattr__(self, "num_layers", self.stages[-1].stop)
-        self._check_schedule()
-        self._check_zero()
-        self._check_experts()
-        self._check_tensor()
+        if self.pass_times is not None:
+            object.__setattr__(self, "pass_times", tuple(PassTimes(*each) for each in self.pass_times))
+        check_plan(self)
         if self.sync is not None:
             one_of("sync", self.sync, BACKENDS)
         positive_int("num_layers", self.num_layers)
@@ -319,119 +276,6 @@ class Plan:
                 for first, stage in zip(firsts, stages, strict=True)
             )
         object.__setattr__(self, "stages", stages)
-
-    def _check_schedule(self) -> None:
-        """Raises ValueError for options that the schedule cannot take."""
-        if self.traits.whole_minibatch and self.num_microbatches != 1:
-            raise ValueError(
-                f"num_microbatches must be 1 under {self.schedule}, where a minibatch travels whole, "
-                f"got {self.num_microbatches}"
-            )
-        check_takes(self.schedule, self.vertical_sync, self.max_in_flight, self.prediction)
-        for name in SPLIT_OPTIONS:
-            if getattr(self, name) is not None:
-                self._check_split_option(name, getattr(self, name))
-        self._check_pass_times()
-        if not self.traits.interleaves:
-            if self.chunks != 1:
-                raise ValueError(f"chunks must be 1 under {self.schedule}, got {self.chunks}")
-            return
-        if self.placement == "v" and self.chunks != 2:
-            raise ValueError(f"chunks must be 2 under {self.schedule}, got {self.chunks}")
-        if self.chunks < 2 or self.num_stages % self.chunks or self.num_groups < 2:
-            raise ValueError(
-                f"chunks must be at least 2 and divide the stages into at least 2 groups, got {self.chunks} "
-                f"with {self.num_stages} stages"
-            )
-        if self.traits.least_room and self.room < (least := self.traits.least_room(self.num_groups)):
-            raise ValueError(f"in_flight must be at least {least} under {self.schedule}, got {self.room}")
-        if len(set(self.replicas)) > 1:
-            raise ValueError(
-                f"replicas must be the same in all stages under {self.schedule}, got {list(self.replicas)}"
-            )
-        for s, stage in enumerate(self.stages):
-            first = self.group_of(s)
-            if stage.ranks != self.stages[first].ranks:
-                raise ValueError(
-                    f"stages[{s}].ranks must be those of stages[{first}], "
-                    f"{list(self.stages[first].ranks)}, got {list(stage.ranks)}"
-                )
-
-    def _check_pass_times(self) -> None:
-        """Raises ValueError unless each stage has its times, or none has, and the schedule follows them."""
-        if self.pass_times is None:
-            return
-        object.__setattr__(self, "pass_times", tuple(PassTimes(*each) for each in self.pass_times))
-        if not self.traits.takes_pass_times:
-            takers = ", ".join(schedule for schedule, traits in TRAITS.items() if traits.takes_pass_times)
-            raise ValueError(f"pass_times must not be given under {self.schedule}: they go with {takers}")
-        if len(self.pass_times) != self.num_stages:
-            raise ValueError(f"pass_times must be {self.num_stages}, one a stage, got {len(self.pass_times)}")
-        for s, times in enumerate(self.pass_times):
-            for name, value in zip(PassTimes._fields, times, strict=True):
-                non_negative_int(f"pass_times[{s}].{name}", value)
-
-    def _check_zero(self) -> None:
-        """Raises ValueError for shards that the schedule cannot have, or that only some of a rank's have."""
-        check_zero(self.zero)
-        most = self.traits.most_zero
-        for s, stage in enumerate(self.stages):
-            zero, group = max(self.zero, stage.zero), self.group_of(s)
-            if zero > most:
-                raise ValueError(f"zero must be at most {most} under {self.schedule}, got {zero}")
-            if zero and self.predicts_weights:
-                raise ValueError(
-                    f"zero must be 0 with prediction = {self.prediction!r}, got {zero}: each replica would "
-                    "have its share only of what is predicted from"
-                )
-            if self.zero_of(s) == 2 and self.max_in_flight is not None:
-                raise ValueError(
-                    f"max_in_flight must not be given where zero is 2, got {self.max_in_flight}: replicas "
-                    "wait for each other in each backward, so they must have enough in flight"
-                )
-            if stage.scatter and not zero:
-                raise ValueError(f"stages[{s}].scatter must be false where zero is 0, got true")
-            for name in ("zero", "scatter"):
-                got, wanted = getattr(stage, name), getattr(self.stages[group], name)
-                if got != wanted:
-                    raise ValueError(
-                        f"stages[{s}].{name} must be that of stages[{group}], which the same "
-                        f"ranks hold, {wanted}, got {got}"
-                    )
-
-    def _check_experts(self) -> None:
-        """Raises ValueError for split experts where replicas could not run every pass together."""
-        for s in filter(self.splits_experts, range(self.num_stages)):
-            where = f"stages[{s}].experts must be false"
-            if not self.traits.takes_experts:
-                takers = (name for name, each in TRAITS.items() if each.takes_experts)
-                raise ValueError(f"{where} under {self.schedule}, got true: they go with {', '.join(takers)}")
-            if self.zero_of(s) == 2:
-                raise ValueError(f"{where} where zero is 2, got true: set zero = 1")
-            if self.stages[s].tensor > 1:
-                raise ValueError(f"{where} where tensor is {self.stages[s].tensor}, got true")
-            if self.max_in_flight is not None:
-                raise ValueError(
-                    f"max_in_flight must not be given where stages split experts, got {self.max_in_flight}: "
-                    "replicas wait for each other in each pass, so they must have enough in flight"
-                )
-
-    def _check_tensor(self) -> None:
-        """Raises ValueError for shards under a schedule that cannot have them."""
-        for s, stage in enumerate(self.stages):
-            if stage.tensor > 1 and self.is_asynchronous:
-                told = f"must be 1 under {self.schedule}, got {stage.tensor}: take a synchronous schedule"
-                raise ValueError(f"stages[{s}].tensor {told}")
-
-    def _check_split_option(self, name: str, count: int) -> None:
-        """Raises ValueError unless the schedule takes the option, and the count is one."""
-        check, trait = SPLIT_OPTIONS[name]
-        check(name, count)
-        if not getattr(self.traits, trait):
-            takers = ", ".join(schedule for schedule, traits in TRAITS.items() if getattr(traits, trait))
-            raise ValueError(
-                f"{name} must not be given under {self.schedule}, got {count}: it goes with {takers}"
-            )
 
     @classmethod
     def data_parallel(

@@ -8,15 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from hybridpipe.planning.checks import NO_PREDICTION, one_of, plain, positive_int
-from hybridpipe.planning.plan import (
-    ZERO,
-    Plan,
-    StageSpec,
-    Variant,
-    check_prediction,
-    check_takes,
-    check_zero,
-)
+from hybridpipe.planning.plan import Plan, StageSpec, Variant
+from hybridpipe.planning.plan_checks import ZERO, check_prediction, check_takes, check_zero
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, ScheduleTraits
 
 AUTO = "auto"
