@@ -13,7 +13,7 @@ import torch
 
 from hybridpipe.errors import UserError
 from hybridpipe.model.held_part import HeldPart
-from hybridpipe.stage.parts import Piece, is_part_of, join, lacking
+from hybridpipe.stage.parts import is_part_of, join, lacking
 from hybridpipe.stage.state import OfParameter
 
 
@@ -29,10 +29,6 @@ class Wanted(NamedTuple):
     shape: torch.Size
     held: HeldPart | None = None
     part: range | None = None
-
-    def lacks(self, pieces: list[Piece]) -> int:
-        """Return the number of elements that no piece has."""
-        return lacking(pieces, self.shape, self.part, self.held)
 
 
 class JoinedState:
@@ -81,4 +77,5 @@ class JoinedState:
         return result
 
     def _lacks(self, key: str) -> int:
-        return self._wanted[key].lacks([each.piece for each in self._found[key]])
+        shape, held, part = self._wanted[key]
+        return lacking([each.piece for each in self._found[key]], shape, part, held)

@@ -317,7 +317,8 @@ class _Reading:
 
     def lacks_no_part(self) -> bool:
         """Return True if what is known of each parameter has all that is wanted of it."""
-        each = ((self.wanted[key], pieces) for key, pieces in self.parts.items())
+        in_parts = (key for key, t in self.wanted.items() if held_part(t) and key not in self.result.model)
+        each = ((self.wanted[key], self.parts[key]) for key in {*in_parts, *self.parts})
         return not any(lacking(pieces, whole_shape(t), held=held_part(t)) for t, pieces in each)
 
     def of_parts(self) -> None:

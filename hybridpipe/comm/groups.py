@@ -101,8 +101,7 @@ def _split(world: MPI.Comm, plan: Plan) -> Communicators:
     def present(made: Mapping[str, WatchedComm | None]) -> dict[str, WatchedComm]:
         return {axis: each for axis, each in made.items() if each is not None}
 
-    splits_experts = any(map(plan.splits_experts, range(plan.num_stages)))
-    splits = {"replica": splits_experts, "shard": plan.splits_tensors}
+    splits = {"replica": any(map(plan.splits_experts, range(plan.num_stages))), "shard": plan.splits_tensors}
     return Communicators(
         control=WatchedComm(world.Dup(), world),
         peers=world.Dup(),

@@ -104,14 +104,12 @@ def check_repeatable(plan: Plan, facts_of_data: Mapping[str, str], layers: Layer
         layers: the model's; stages behind the first may need inputs as well, such as masks.
 
     Raises:
-        ValueError: targets, or inputs, change from load to load, and ranks of several stages load them.
+        ValueError: targets, or inputs, change from load to load, and several ranks load them.
     """
     anew = drawn_anew(facts_of_data)
     later = (layers.stage(stage.start, stage.stop) for stage in plan.stages[1:])
-    inputs_too = "inputs" in anew and any(stage.needs_inputs(training=True) for stage in later)
-    part = "target" if "target" in anew else "input" if inputs_too else None
-    if plan.splits_tensors:  # each shard of the first stage loads the inputs
-        part = part or ("input" if "inputs" in anew else None)
+    several = plan.splits_tensors or any(stage.needs_inputs(training=True) for stage in later)
+    part = "target" if "target" in anew else "input" if "inputs" in anew and several else None
     if part is not None and (plan.num_stages > 1 or plan.splits_tensors):
         raise ValueError(
             f"a sample's {part} changes each time it is loaded, so inputs and targets, which different ranks "

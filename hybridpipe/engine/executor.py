@@ -23,7 +23,7 @@ from hybridpipe.optim.gradient_sync import GradientSync
 from hybridpipe.optim.loss_scale import UNSCALED, LossScale, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
 from hybridpipe.optim.shared_gradients import SharedGradients
-from hybridpipe.optim.shares import Shares
+from hybridpipe.optim.shares import ReplicaShares
 from hybridpipe.optim.update import Update
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.instructions import (
@@ -103,7 +103,7 @@ class RankParts(NamedTuple):
     shared: SharedGradients | None = None
     loss_weights: LossWeights | None = None
     scales: LossScales | None = None
-    shares: Shares | None = None
+    shares: ReplicaShares | None = None
     tensors: TensorSplit | None = None
 
 
@@ -206,8 +206,6 @@ class Executor:
         for p2p in self.p2p:
             p2p.end()
         self.forms = []
-        if self.tensors is not None:
-            self.tensors.check_outputs()
 
     def _begin(self, program: RankProgram, stream: Stream, step: int, training: bool) -> None:
         self.forms = [cache(partial(_form, stage, stream, training)) for stage in self.stages]
@@ -446,7 +444,8 @@ class ProgramRun:
         count, step = instruction.num_minibatches, self.stream.step + self.covered
         check, update = self.executor.check, self.executor.update
         if self.executor.tensors is not None:
-            self.executor.tensors.check_once(whole_gradients(self.executor.stages, self.executor.shares))
+            gradients = partial(whole_gradients, self.executor.stages, self.executor.shares)
+            self.executor.tensors.check_once(gradients)
         covered = [m for m in self.unchecked if self.stream[m].step < step + count]  # later ones wait
         losses = {m: self.unchecked.pop(m) for m in covered}
         weights = self.executor.loss_weights

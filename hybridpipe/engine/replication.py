@@ -17,7 +17,7 @@ from hybridpipe.comm.status import rank_status
 from hybridpipe.model.held_part import axis_of
 from hybridpipe.optim.gradient_sync import BucketSync, GradientSync
 from hybridpipe.optim.sharded_sync import ShardedSync
-from hybridpipe.optim.shares import Shares, axes_of
+from hybridpipe.optim.shares import ReplicaShares, axes_of
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.weights import sparse_parameters
@@ -35,7 +35,7 @@ class Replication(NamedTuple):
 
     parameters: Sequence[Tensor]
     sync: GradientSync | None
-    shares: Shares | None
+    shares: ReplicaShares | None
     place: Place
 
     @property
@@ -84,7 +84,7 @@ def replication(
         sync = BucketSync(alike, replicas, collectives, compression, sparse, late)
         return Replication(parameters, sync, None, place)
     frees = zero == 2
-    shares = Shares(parameters, replicas.rank, replicas.ranks, collectives.all_gather, sparse, frees)
+    shares = ReplicaShares(parameters, replicas.rank, replicas.ranks, collectives.all_gather, sparse, frees)
     sync = ShardedSync(
         alike, replicas, collectives, shares, scatters, frees, shared, compression, sparse, late
     )

@@ -11,10 +11,11 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from hybridpipe.model.deferred_init.deferred import Numbers
-from hybridpipe.model.experts import Experts, hold_part, split_by
+from hybridpipe.model.experts import Experts, hold_parts, split_by
 from hybridpipe.model.held_part import HeldPart, axis_of
-from hybridpipe.model.tensor_plan import SplitModule, hold_shard, parts_by
-from hybridpipe.optim.shares import Shares
+from hybridpipe.model.holding import hold
+from hybridpipe.model.tensor_plan import SplitModule, parts_by
+from hybridpipe.optim.shares import ReplicaShares
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.stage.experts import Exchange, SplitExperts
 from hybridpipe.stage.stage import Stage
@@ -70,8 +71,8 @@ def split_experts(
     Raises:
         UserError: a module cannot be split (`SplitExperts`).
     """
+    hold_parts(model, experts, place.replica, plan.replicas[place.stage], numbers)
     for each in experts:
-        hold_part(model, each, place.replica, plan.replicas[place.stage], numbers)
         module = model.get_submodule(each.path)
         module.forward = SplitExperts(each.path, module, each.num_experts, exchange)
 
@@ -91,11 +92,11 @@ def split_tensors(
         numbers: of parameters on the meta device.
     """
     mine = {key: replace(part, index=sums.index) for key, part in parts.items()}
-    hold_shard(model, mine, numbers)
+    hold(model, mine, numbers)
     return TensorSplit(model, modules, sums)
 
 
-def whole_gradients(stages: Sequence[Stage], shares: Shares | None) -> dict[str, Tensor | None]:
+def whole_gradients(stages: Sequence[Stage], shares: ReplicaShares | None) -> dict[str, Tensor | None]:
     """Return the gradients of parameters that are whole, as far as a rank updates them, by key.
 
     Args:

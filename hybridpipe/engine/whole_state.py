@@ -52,7 +52,7 @@ def gather(
         if part is None:
             whole = _moved(own, forms[key].shape, holders[0], control)
         else:
-            whole = _joined(own, part.others, holders, control)
+            whole = _joined(own, part.all_parts, holders, control)
         if whole is not None:
             yield key, whole
 

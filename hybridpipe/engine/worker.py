@@ -463,6 +463,8 @@ class Worker:
 
         with failure.guard():
             self.executor.infer(self._forward_program(len(minibatch.sizes)), minibatch, note, number)
+            if self.tensors is not None:
+                self.tensors.check_outputs()
             return self.sum_losses(numbers)
 
     def sum_losses(self, numbers: np.ndarray, skipped: bool = False) -> PendingLosses:

@@ -7,10 +7,11 @@ Invariant: a plan is taken whole or refused in one line; a part of a plan would 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from hybridpipe.model.deferred_init.deferred import Numbers
-from hybridpipe.model.held_part import HeldPart, part_of
+from hybridpipe.model.held_part import HeldPart
+from hybridpipe.model.holding import hold
 from hybridpipe.model.parallel_plans import StylePlan, entries_of, matched
 from hybridpipe.model.plan_fit import uses_of
 from hybridpipe.model.stage_module import joined
@@ -128,27 +129,25 @@ def split_by(
     return {key: s for key, s in found.items() if plan.splits_experts(s)}
 
 
-def hold_part(model: nn.Module, experts: Experts, index: int, count: int, numbers: Numbers | None) -> None:
-    """Let a module of the model hold part `index` of `count` of its experts.
+def hold_parts(
+    model: nn.Module, experts: Sequence[Experts], index: int, count: int, numbers: Numbers | None
+) -> None:
+    """Let modules of the model hold part `index` of `count` of their experts, and count these.
 
     Args:
-        numbers: of parameters on the meta device, of which one at a time is made whole.
+        numbers: of parameters on the meta device.
     """
-    module = model.get_submodule(experts.path)
-    for name in experts.parameters:
-        owner = module.get_submodule(name.rpartition(".")[0])
-        last = name.rpartition(".")[2]
-        parameter: Tensor = owner._parameters[last]  # type: ignore[assignment]  # none is None
-        part = HeldPart(parameter.shape, "replica", index, count)
-        whole = parameter.detach()
-        if whole.is_meta:
-            assert numbers is not None
-            key = joined(experts.path, name)
-            whole = numbers.of([key])[key]
-        owner._parameters[last] = part_of(parameter, whole, part)
-    for name, value in vars(module).items():
-        if type(value) is int and value == experts.num_experts and _counts_experts(name):
-            setattr(module, name, experts.num_experts // count)
+    keys = (key for each in experts for key in each.keys)
+    hold(
+        model,
+        {key: HeldPart(model.get_parameter(key).shape, "replica", index, count) for key in keys},
+        numbers,
+    )
+    for each in experts:
+        module = model.get_submodule(each.path)
+        for name, value in vars(module).items():
+            if type(value) is int and value == each.num_experts and _counts_experts(name):
+                setattr(module, name, each.num_experts // count)
 
 
 def _counts_experts(name: str) -> bool:

@@ -48,8 +48,8 @@ class HeldPart:
         return torch.Size(sizes)
 
     @property
-    def others(self) -> "list[HeldPart]":
-        """All parts of the parameter, in their order, this one among them."""
+    def all_parts(self) -> "list[HeldPart]":
+        """The parts of the parameter, in their order."""
         return [replace(self, index=i) for i in range(self.count)]
 
     def of(self, whole: Tensor) -> Tensor:

@@ -8,10 +8,9 @@ Invariant: a plan is taken whole or refused in one line; a part of a plan would 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
-from hybridpipe.model.deferred_init.deferred import Numbers
-from hybridpipe.model.held_part import HeldPart, part_of
+from hybridpipe.model.held_part import HeldPart
 from hybridpipe.model.parallel_plans import StylePlan, entries_of, matched
 from hybridpipe.model.plan_fit import uses_of
 from hybridpipe.model.stage_module import joined
@@ -200,24 +199,3 @@ def _check_divides(model: nn.Module, module: SplitModule, key: str, part: HeldPa
     columns = module.style == COLUMNS and type(heads) is int and heads > 0
     if columns and isinstance(heads, int) and size % heads == 0 and size // heads % part.count:
         raise ValueError(f"{told} the {size // heads} heads of {module.path}, got {part.count}")
-
-
-def hold_shard(model: nn.Module, parts: Mapping[str, HeldPart], numbers: Numbers | None) -> None:
-    """Let a model hold parts of parameters, wherever it has them.
-
-    Args:
-        parts: by key; a parameter in several places is there under each of its keys.
-        numbers: of parameters on the meta device, of which one at a time is made whole.
-    """
-    for uses in uses_of(model).values():
-        key, module = uses[0]
-        if key not in parts:
-            continue
-        parameter: Tensor = module._parameters[key.rpartition(".")[2]]  # type: ignore[assignment]  # none is None
-        whole = parameter.detach()
-        if whole.is_meta:
-            assert numbers is not None
-            whole = numbers.of([key])[key]
-        made = part_of(parameter, whole, parts[key])
-        for other, holder in uses:
-            holder._parameters[other.rpartition(".")[2]] = made

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridpipe.collectives.protocol import Collectives
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.optim.gradient_sync import MOST_ELEMENTS, Bucket, BucketSync, filled
-from hybridpipe.optim.shares import FlatBucket, Shares
+from hybridpipe.optim.shares import FlatBucket, ReplicaShares
 from hybridpipe.planning.checks import NO_COMPRESSION
 
 MOST_IN_FLIGHT = 2  # buckets under way in a backward where gradients are freed
@@ -21,7 +21,7 @@ MOST_IN_FLIGHT = 2  # buckets under way in a backward where gradients are freed
 class TakenBucket(Bucket):
     """A bucket that gives each part its gradient, and frees the others, as soon as the sums are there."""
 
-    def __init__(self, name: str, parameters: list[Tensor], shares: Shares, halves: bool) -> None:
+    def __init__(self, name: str, parameters: list[Tensor], shares: ReplicaShares, halves: bool) -> None:
         super().__init__(name, parameters, halves=halves)
         self._shares = shares
 
@@ -41,7 +41,7 @@ class ScatteredBucket(Bucket):
     what = "reduce-scatter"
 
     def __init__(
-        self, name: str, parameters: list[Tensor], shares: Shares, flat: FlatBucket, halves: bool
+        self, name: str, parameters: list[Tensor], shares: ReplicaShares, flat: FlatBucket, halves: bool
     ) -> None:
         super().__init__(name, parameters)
         self._shares, self._layout = shares, flat.layout
@@ -89,8 +89,8 @@ class ShardedSync(BucketSync):
     """Reductions over the stage's replicas, whose sums go to the parts that a replica updates.
 
     Sums that are needed whole are reduced by an all-reduce, and only when the gradients are complete: those
-    of whole parameters, of complex ones and of those that other stages or several chunks use. `Shares.take`
-    moves them to the parts after the exchange with other stages.
+    of whole parameters, of complex ones and of those that other stages or several chunks use.
+    `ReplicaShares.take` moves them to the parts after the exchange with other stages.
 
     Args:
         shares: of the stage's parameters.
@@ -105,7 +105,7 @@ class ShardedSync(BucketSync):
         parameters: Iterable[Tensor],
         replicas: WatchedComm,
         collectives: Collectives,
-        shares: Shares,
+        shares: ReplicaShares,
         scatters: bool,
         frees: bool,
         shared: Collection[Tensor] = (),

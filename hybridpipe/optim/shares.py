@@ -1,4 +1,4 @@
-"""Shares: the part of a stage's parameters that this replica updates, in flat buffers of weights.
+"""Replica shares: the part of a stage's parameters that this replica updates, in flat buffers of weights.
 
 Knows parameters and an all-gather over the stage's replicas; no schedule. Source: ZeRO (Rajbhandari et al.,
 SC 2020). Invariant: parameters and parts are views of their bucket's buffer, and replicas have the same
@@ -68,7 +68,7 @@ class FlatBucket:
         self.weights = weights
 
 
-class Shares:
+class ReplicaShares:
     """A replica's share of its stage's parameters: the elements that it updates, as many as each other does.
 
     Parameters with sparse gradients stay whole, and so do those that are not contiguous, that overlap others
@@ -167,7 +167,7 @@ class Shares:
             torch.autograd.graph.increment_version(parameter)
 
 
-def axes_of(parameter: Tensor, shares: Shares | None) -> set[str]:
+def axes_of(parameter: Tensor, shares: ReplicaShares | None) -> set[str]:
     """Return the axes of `Place` along which ranks update different elements of a parameter."""
     axis = axis_of(parameter)
     is_sharded = shares is not None and parameter in shares.ranges
@@ -180,7 +180,7 @@ def take_over(
     """Let an optimizer update parts of parameters only; what it keeps of the parameters is cut.
 
     Args:
-        parts, ranges: as in `Shares`.
+        parts, ranges: as in `ReplicaShares`.
     """
     for group in optimizer.param_groups:
         mine = [p for p in group["params"] if p in parts or p not in ranges]

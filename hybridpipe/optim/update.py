@@ -24,7 +24,7 @@ from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.optim.named import with_names
 from hybridpipe.optim.prediction import predicted, why_not_predicted
-from hybridpipe.optim.shares import Shares, take_over
+from hybridpipe.optim.shares import ReplicaShares, take_over
 from hybridpipe.optim.trial import why_not_apart
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
@@ -127,7 +127,7 @@ class UpdateRule(UpdateOptions):
             Update(self._optimizer(parameters), self.lr_scheduler)
 
     def why_not_apart(
-        self, model: nn.Module, parameters: Sequence[Tensor], shares: Shares | None, has_all: bool
+        self, model: nn.Module, parameters: Sequence[Tensor], shares: ReplicaShares | None, has_all: bool
     ) -> str | None:
         """Return why a rank's optimizer would train otherwise than one of the whole model; None if it may.
 
@@ -175,7 +175,7 @@ class UpdateRule(UpdateOptions):
         stage: int,
         add_up: Callable[[float], float],
         elsewhere: Collection[Tensor] = (),
-        shares: Shares | None = None,
+        shares: ReplicaShares | None = None,
     ) -> "Update":
         """Return the `Update` of a rank.
 

@@ -6,13 +6,7 @@ Invariant: a plan that exists has passed all of `check_plan`, each with a messag
 
 from typing import TYPE_CHECKING
 
-from hybridpipe.planning.checks import (
-    NO_PREDICTION,
-    PREDICTIONS,
-    non_negative_int,
-    one_of,
-    positive_int,
-)
+from hybridpipe.planning.checks import NO_PREDICTION, PREDICTIONS, non_negative_int, one_of, positive_int
 from hybridpipe.planning.schedules.registry import TRAITS
 
 if TYPE_CHECKING:
@@ -123,7 +117,7 @@ def _check_pass_times(plan: "Plan") -> None:
 
 
 def _check_zero(plan: "Plan") -> None:
-    """Raises ValueError for a `zero` that the schedule cannot have, or that only some stages of a rank have."""
+    """Raises ValueError for a `zero` that the schedule cannot have, or only some of a rank's stages have."""
     check_zero(plan.zero)
     most = plan.traits.most_zero
     for s, stage in enumerate(plan.stages):

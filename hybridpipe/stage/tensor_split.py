@@ -48,62 +48,51 @@ class Sums(Protocol):
         """Return all shards' tensors, one after the other along the last dimension."""
 
 
-class _Copy(torch.autograd.Function):
-    """Hands a whole tensor to the shards, each of which has a part of its gradient."""
+def _as_it_is(_: Sums, tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)  # autograd wants another tensor
 
+
+def _sum(sums: Sums, tensor: Tensor) -> Tensor:
+    return sums.sum(tensor)
+
+
+def _joined(sums: Sums, tensor: Tensor) -> Tensor:
+    return sums.gather(tensor)
+
+
+def _own(sums: Sums, tensor: Tensor) -> Tensor:
+    return tensor.chunk(sums.size, -1)[sums.index].contiguous()
+
+
+class _Directions(NamedTuple):
+    """The handling of a tensor in the forward, and of its gradient in the backward."""
+
+    there: Callable[[Sums, Tensor], Tensor]
+    back: Callable[[Sums, Tensor], Tensor]
+
+
+_COPY = _Directions(_as_it_is, _sum)  # a whole tensor, of whose gradient each shard has a part
+_SUM = _Directions(_sum, _as_it_is)  # what shards make adds up, and each has the sum's gradient
+_GATHER = _Directions(_joined, _own)  # columns are joined, and each shard takes its own of the gradient
+_TAKE = _Directions(_own, _joined)  # each shard takes its columns, and their gradients are joined
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sums: Sums, tensor: Tensor) -> Tensor:
-        ctx.sums = sums
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.sums.sum(gradient)
-
-
-class _Sum(torch.autograd.Function):
-    """Sums what the shards have made; the sum's gradient is that of each part."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: Sums, tensor: Tensor) -> Tensor:
-        return sums.sum(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, gradient
-
-
-class _Gather(torch.autograd.Function):
-    """Joins the shards' columns; each takes its own out of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: Sums, tensor: Tensor) -> Tensor:
-        ctx.sums = sums
-        return sums.gather(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, gradient.chunk(ctx.sums.size, -1)[ctx.sums.index]
-
-
-class _Take(torch.autograd.Function):
-    """Takes a shard's columns of a whole tensor; its gradient is joined again."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: Sums, tensor: Tensor) -> Tensor:
-        ctx.sums = sums
-        return tensor.chunk(sums.size, -1)[sums.index].contiguous()
+    def forward(ctx: Any, sums: Sums, way: _Directions, tensor: Tensor) -> Tensor:
+        ctx.sums, ctx.way = sums, way
+        return way.there(sums, tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.sums.gather(gradient)
+        return None, None, ctx.way.back(ctx.sums, gradient)
 
 
 class TensorSplit:
     """The split modules of a rank.
 
     Args:
-        model: it holds parts of weights (`hold_shard`).
+        model: it holds parts of weights (`holding.hold`).
         modules: those of the rank's stages.
         sums: exchange among the shards.
 
@@ -121,7 +110,7 @@ class TensorSplit:
         for each in modules:
             _INSTALL[each.style](self._regions[each.around], model.get_submodule(each.path), each)
 
-    def apply(self, function: type[torch.autograd.Function], tensor: Tensor) -> Tensor:
+    def apply(self, way: _Directions, tensor: Tensor) -> Tensor:
         """Apply an exchange. Where a forward is recorded nobody else is here, and numbers do not matter."""
         if self.is_closed:
             raise UserError(
@@ -129,7 +118,7 @@ class TensorSplit:
                 "full_state_dict() before, and make the model anew"
             )
         sums = _Alone(self.sums) if is_recording() else self.sums
-        applied: Tensor = function.apply(sums, tensor)  # type: ignore[no-untyped-call]
+        applied: Tensor = _Exchange.apply(sums, way, tensor)  # type: ignore[no-untyped-call]
         return applied
 
     def note(self, made: TensorTree) -> None:
@@ -149,13 +138,13 @@ class TensorSplit:
             made, self._made, self._has_compared_outputs = self._made, [], True
             self._compare([("what a stage makes", digest) for digest in made])
 
-    def check_once(self, gradients: Mapping[str, Tensor | None]) -> None:
+    def check_once(self, gradients: Callable[[], Mapping[str, Tensor | None]]) -> None:
         """Check at the first update that shards have the same gradients of what is whole. Collective.
 
         They have not where parameters see parts of values, and the tensor plan does not say so.
 
         Args:
-            gradients: of whole parameters by their keys, in the same order on all shards.
+            gradients: returns those of whole parameters by their keys, in the same order on all shards.
 
         Raises:
             UserError: some differ; raised on all shards alike.
@@ -164,7 +153,7 @@ class TensorSplit:
         if not self._has_compared_gradients:
             self._has_compared_gradients = True
             told = "the gradient of {}, which the tensor plan leaves whole,"
-            self._compare([(told.format(key), _digest(gradient)) for key, gradient in gradients.items()])
+            self._compare([(told.format(key), _digest(gradient)) for key, gradient in gradients().items()])
 
     def _compare(self, digests: "Sequence[tuple[str, _Digest]]") -> None:
         own = torch.tensor([digest[:2] for _, digest in digests], dtype=torch.float64)
@@ -233,29 +222,28 @@ class _Region:
 
     def columns(self, module: nn.Module, described: SplitModule) -> None:
         """Let a linear layer make a part of its columns of a whole input."""
-        is_whole_again = described.style == GATHERED
 
         def before(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return (self._enter(given[0]), *given[1:])
+            return (self._enter(_input_of(described, given)),)
 
         def after(module: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
             self._leave(module, made)
-            return self._split.apply(_Gather, made)
+            return self._split.apply(_GATHER, made)
 
         module.register_forward_pre_hook(before)
-        if is_whole_again:
+        if described.style == GATHERED:
             module.register_forward_hook(after, prepend=True)
 
     def rows(self, module: nn.Module, described: SplitModule) -> None:
         """Let a linear layer sum over a part of its input's columns; all shards' sums make the output."""
-        takes = described.style == ROWS_OF_WHOLE
 
         def before(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            self._leave(module, given[0])
-            return (self._split.apply(_Take, given[0]), *given[1:]) if takes else given
+            inputs = _input_of(described, given)
+            self._leave(module, inputs)
+            return (self._split.apply(_TAKE, inputs) if described.style == ROWS_OF_WHOLE else inputs,)
 
         def finished(made: Tensor, bias: Tensor | None) -> Tensor:
-            total = self._split.apply(_Sum, made)
+            total = self._split.apply(_SUM, made)
             return total if bias is None else total + bias.to(total.dtype)
 
         module.register_forward_pre_hook(before)
@@ -271,17 +259,16 @@ class _Region:
             here = 0 <= module.padding_idx - first < count
             module.padding_idx = module.padding_idx - first if here else None
         elsewhere: list[Tensor] = []
-        is_first, is_last = sums.index == 0, sums.index == sums.size - 1
+        is_last = sums.index == sums.size - 1
 
         def before(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            entries = given[0] - first
-            before_here, behind = entries < 0, entries >= count
+            entries = _input_of(described, given) - first
             # An index that no shard has is left to the first or the last one, whose lookup fails.
-            elsewhere[:] = [before_here & (not is_first) | behind & (not is_last)]
-            return (entries.masked_fill(elsewhere[0], 0), *given[1:])
+            elsewhere[:] = [(entries < 0) & (first > 0) | (entries >= count) & (not is_last)]
+            return (entries.masked_fill(elsewhere[0], 0),)
 
         def after(_: nn.Module, __: Any, made: Tensor) -> Tensor:
-            return self._split.apply(_Sum, made.masked_fill(elsewhere.pop()[..., None], 0))
+            return self._split.apply(_SUM, made.masked_fill(elsewhere.pop()[..., None], 0))
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, prepend=True)
@@ -295,7 +282,7 @@ class _Region:
                     f"{described.path} sees whole values, so its gradients must not be summed over shards: "
                     f"leave it out of the tensor plan, which has it as {SUMMED_GRADIENT}"
                 )
-            return self._split.apply(_Copy, whole)
+            return self._split.apply(_COPY, whole)
 
         for name in list(module._parameters):
             _Aside(module, name, summed)
@@ -311,7 +298,7 @@ class _Region:
             given, version, made = self._copied
             if given is tensor and version == tensor._version:
                 return made
-        made = self._split.apply(_Copy, tensor)
+        made = self._split.apply(_COPY, tensor)
         self._copied = tensor, tensor._version, made
         return made
 
@@ -343,6 +330,12 @@ _INSTALL: Mapping[str, Callable[[_Region, nn.Module, SplitModule], None]] = {
     VOCABULARY: _Region.vocabulary,
     SUMMED_GRADIENT: _Region.summed_gradient,
 }
+
+
+def _input_of(described: SplitModule, given: tuple[Tensor, ...]) -> Tensor:
+    if len(given) != 1:
+        raise UserError(f"{described.path} is split, so it must be called with its input by position")
+    return given[0]
 
 
 class _Aside:

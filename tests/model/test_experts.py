@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hybridpipe.model.deferred_init.deferred import build
-from hybridpipe.model.experts import MODULE, PARAMETER, Experts, experts_of, hold_part, split_by
+from hybridpipe.model.experts import MODULE, PARAMETER, Experts, experts_of, hold_parts, split_by
 from hybridpipe.model.held_part import HeldPart, held_part, whole_forms
 from hybridpipe.planning.plan import Plan, StageSpec
 
@@ -277,7 +277,7 @@ def test_parts_are_the_whole(count):
     whole, parts = seeded(), [seeded() for _ in range(count)]
     experts = experts_of(whole, PLAN)[0]
     for i, part in enumerate(parts):
-        hold_part(part, experts, i, count, None)
+        hold_parts(part, [experts], i, count, None)
     for key, value in whole.state_dict().items():
         own = [part.state_dict()[key] for part in parts]
         if key in experts.keys:
@@ -290,7 +290,7 @@ def test_parts_are_the_whole(count):
 def test_a_part_keeps_what_is_written_on_its_parameter():
     model = seeded()
     before = model.layers[0].experts.up
-    hold_part(model, experts_of(model, PLAN)[0], 1, 2, None)
+    hold_parts(model, experts_of(model, PLAN)[:1], 1, 2, None)
     mine, other = (model.layers[i].experts for i in (0, 1))
     assert mine.up.is_special and isinstance(mine.up, nn.Parameter) and mine.up.requires_grad
     assert not mine.bias.requires_grad and isinstance(mine.bias, nn.Parameter)
@@ -302,7 +302,7 @@ def test_a_part_keeps_what_is_written_on_its_parameter():
 
 def test_the_number_of_experts_is_the_parts_and_that_of_a_token_stays():
     model = seeded()
-    hold_part(model, experts_of(model, PLAN)[0], 0, 2, None)
+    hold_parts(model, experts_of(model, PLAN)[:1], 0, 2, None)
     mine, other = (model.layers[i].experts for i in (0, 1))
     assert (mine.num_experts, mine.num_experts_per_tok, mine.hidden_size) == (2, 4, 4)
     assert (other.num_experts, other.num_experts_per_tok) == (4, 4)
@@ -313,7 +313,7 @@ def test_attributes_are_numbers_of_experts_by_their_name(name, stays):
     model = seeded()
     setattr(model.layers[0].experts, name, COUNT)
     setattr(model.layers[0].experts, f"{name}_other", COUNT + 1)
-    hold_part(model, experts_of(model, PLAN)[0], 0, 4, None)
+    hold_parts(model, experts_of(model, PLAN)[:1], 0, 4, None)
     mine = model.layers[0].experts
     assert getattr(mine, name) == (COUNT if stays else 1) and getattr(mine, f"{name}_other") == COUNT + 1
 
@@ -323,7 +323,7 @@ def test_of_a_model_without_numbers_parts_are_made_bit_for_bit(index):
     built, whole = build(seeded), seeded()
     assert built.numbers is not None, built.why_whole
     experts = experts_of(built.model, PLAN)
-    hold_part(built.model, experts[0], index, 2, built.numbers)
+    hold_parts(built.model, experts[:1], index, 2, built.numbers)
     parts = dict(built.model.named_parameters())
     for key in experts[0].keys:
         assert torch.equal(parts[key], whole.get_parameter(key).chunk(2)[index])
@@ -339,7 +339,7 @@ def test_of_a_model_without_numbers_parts_are_made_bit_for_bit(index):
 
 def test_whole_forms_are_those_of_the_model_before():
     model, whole = seeded(), seeded()
-    hold_part(model, experts_of(model, PLAN)[1], 1, 4, None)
+    hold_parts(model, experts_of(model, PLAN)[1:], 1, 4, None)
     forms = whole_forms(model)
     assert list(forms) == list(whole.state_dict())
     for key, value in whole.state_dict().items():

@@ -18,7 +18,7 @@ SIZES = [((4,), 0), ((4, 3), 0), ((8, 2, 3), 0), ((4, 1, 1, 2), 0), ((3, 4), 1),
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_parts_joined_again_are_the_whole(sizes, dim, count):
     whole, joined = counted(*sizes).detach(), torch.full(sizes, -1.0, dtype=torch.float64)
-    parts = HeldPart(whole.shape, "shard", 0, count, dim).others
+    parts = HeldPart(whole.shape, "shard", 0, count, dim).all_parts
     for i, part in enumerate(parts):
         own = part.of(whole)
         assert part.is_possible and own.shape == part.shape and own.is_contiguous()
@@ -32,7 +32,7 @@ def test_of_packed_weights_each_is_cut(dim):
     gate, up = counted(4, 4).detach(), -counted(4, 4).detach()
     whole = torch.cat([gate, up], dim)
     joined = torch.zeros_like(whole)
-    for i, part in enumerate(HeldPart(whole.shape, "shard", 0, 2, dim, packs=2).others):
+    for i, part in enumerate(HeldPart(whole.shape, "shard", 0, 2, dim, packs=2).all_parts):
         own = part.of(whole)
         assert torch.equal(own, torch.cat([each.chunk(2, dim)[i] for each in (gate, up)], dim))
         part.put(joined, own)

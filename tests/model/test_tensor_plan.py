@@ -6,8 +6,9 @@ from torch import nn
 
 from hybridpipe.model.deferred_init.deferred import build
 from hybridpipe.model.held_part import HeldPart, held_part, whole_forms
+from hybridpipe.model.holding import hold
 from hybridpipe.model.layers import layers_of
-from hybridpipe.model.tensor_plan import called_whole, hold_shard, parts_by, split_modules_of
+from hybridpipe.model.tensor_plan import called_whole, parts_by, split_modules_of
 from hybridpipe.planning.plan import Plan, StageSpec
 from tests.blocks import PLAN_OF_RECORDED, WIDTH, Blocks
 from tests.libraries import skip_without_transformers
@@ -92,7 +93,7 @@ def test_a_tied_weight_is_cut_alike_in_both_places():
     parts = parts_by(model, plan_of(2), split_modules_of(model, plan), holders(model))
     assert parts == {"0.weight": part, "1.weight": part}
     whole = model[0].weight.detach().clone()
-    hold_shard(model, {key: each.others[1] for key, each in parts.items()}, None)
+    hold(model, {key: each.all_parts[1] for key, each in parts.items()}, None)
     assert model[0].weight is model[1].weight and torch.equal(model[0].weight, whole[4:])
     for other in ({"0": "embedding_rowwise"}, plan | {"1": "rowwise_split_input"}):
         assert "what is one tensor must be cut alike in all its places" in refused(tied(), other)
@@ -162,7 +163,7 @@ def test_a_rank_makes_its_part_only():
     model, numbers = made.model, made.numbers
     parts = parts_by(model, plan_of(2), split_modules_of(model, GIVEN), holders(model))
     before = {key: tensor.shape for key, tensor in model.state_dict().items()}
-    hold_shard(model, {key: part.others[1] for key, part in parts.items()}, numbers)
+    hold(model, {key: part.all_parts[1] for key, part in parts.items()}, numbers)
     for key, parameter in model.named_parameters():
         part = held_part(parameter)
         assert parameter.is_meta == (key not in parts)

@@ -6,7 +6,7 @@ from torch import nn
 
 from hybridpipe.optim import gradient_sync
 from hybridpipe.optim.sharded_sync import MOST_IN_FLIGHT, ShardedSync
-from hybridpipe.optim.shares import Shares
+from hybridpipe.optim.shares import ReplicaShares
 
 
 class Replicas:
@@ -64,7 +64,7 @@ def model() -> nn.Sequential:
 def make(net, rank=0, scatters=True, frees=False, compression="none", is_ordered=False, **options):
     collectives, shares = (
         Collectives(rank, is_ordered),
-        Shares(net.parameters(), rank, (0, 1), None, frees=frees),
+        ReplicaShares(net.parameters(), rank, (0, 1), None, frees=frees),
     )
     given = list(net.parameters()), Replicas(), collectives, shares, scatters, frees
     return ShardedSync(*given, compression=compression, **options), shares, collectives

@@ -8,7 +8,7 @@ from torch import nn
 
 from hybridpipe.optim import gradient_sync
 from hybridpipe.optim.fused import fused
-from hybridpipe.optim.shares import Shares, take_over
+from hybridpipe.optim.shares import ReplicaShares, take_over
 
 
 class Copied:
@@ -31,7 +31,7 @@ class Replicas:
     def __init__(self, model, factory, count=3, **options):
         self.models = [copy.deepcopy(model) for _ in range(count)]
         self.shares = [
-            Shares(net.parameters(), r, range(count), self.gather, **options)
+            ReplicaShares(net.parameters(), r, range(count), self.gather, **options)
             for r, net in enumerate(self.models)
         ]
         self.optimizers = [factory(net.parameters()) for net in self.models]
@@ -125,7 +125,7 @@ def test_state_that_an_optimizer_makes_at_once_is_cut():
 def test_parameters_stay_what_they_are():
     net = model()
     before, given = [p.clone() for p in net.parameters()], list(net.parameters())
-    Shares(net.parameters(), 0, (0, 1), None)
+    ReplicaShares(net.parameters(), 0, (0, 1), None)
     assert all(map(torch.equal, net.parameters(), before))
     assert all(a is b and a.is_contiguous() for a, b in zip(net.parameters(), given, strict=True))
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_cut_stays_whole():
     sparse, empty = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.empty(0))
     number = nn.Parameter(torch.tensor(1.0))  # whose state has the shape of its count of steps
     given = [apart, overlapping, other, strided, sparse, empty, number]
-    shares = Shares(given, 1, (0, 1), None, sparse={sparse})
+    shares = ReplicaShares(given, 1, (0, 1), None, sparse={sparse})
     assert list(shares.ranges) == [apart]
     assert {p for p, part in shares.parts.items() if part is p} == set(given[1:])
     assert overlapping.data_ptr() + 8 * 4 == other.data_ptr()
@@ -153,7 +153,7 @@ def test_frozen_parameters_are_in_buckets_of_their_own():
         started.append(weights)
         return Copied(weights, [weights.clone()] * 2)
 
-    shares = Shares(net.parameters(), 0, (0, 1), gather)
+    shares = ReplicaShares(net.parameters(), 0, (0, 1), gather)
     for bucket in shares.buckets:
         assert len({p.requires_grad for p in bucket.parameters}) == 1
     shares.gather()
@@ -168,7 +168,7 @@ def test_frozen_parameters_are_in_buckets_of_their_own():
 def test_a_parameter_that_moved_is_adopted_again():
     """As a new version of the weights moves it, while older ones keep the memory before."""
     net = model()
-    shares = Shares(net.parameters(), 0, (0, 1), None)
+    shares = ReplicaShares(net.parameters(), 0, (0, 1), None)
     weight = net[0].weight
     old, part = weight.data, shares.parts[weight]
     weight.data = weight.data.clone()
@@ -181,7 +181,7 @@ def test_a_parameter_that_moved_is_adopted_again():
 
 def test_gradients_add_up_and_free_the_whole():
     net = model()
-    shares = Shares(net.parameters(), 0, (0, 1), None, frees=True)
+    shares = ReplicaShares(net.parameters(), 0, (0, 1), None, frees=True)
     p = net[0].weight
     for _ in range(2):
         p.grad = torch.ones_like(p)

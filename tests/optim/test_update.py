@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hybridpipe.model.held_part import HeldPart, part_of
-from hybridpipe.optim.shares import Shares
+from hybridpipe.optim.shares import ReplicaShares
 from hybridpipe.optim.update import LearningRate, Update, UpdateRule
 from tests.engine.helpers import assert_same, in_threads, make_plan, one_process
 
@@ -404,7 +404,7 @@ def trained_only(given):
 
 def test_replicas_of_a_frozen_stage_have_no_update_to_shard():
     frozen = [p.requires_grad_(False) for p in parameters(None, None)]
-    shares, rule = Shares(frozen, 0, (0, 1), None), UpdateRule(trained_only)
+    shares, rule = ReplicaShares(frozen, 0, (0, 1), None), UpdateRule(trained_only)
     assert rule.why_not_apart(nn.ParameterList(frozen), frozen, shares, has_all=True) is None
     assert rule.build(frozen, make_plan("2", 4, 2), 0, float, (), shares).optimizer is None
 
@@ -425,7 +425,7 @@ def test_scaling_and_clipping_reach_the_parts():
     """Each replica counts its own elements, and a whole parameter on one of them only."""
     given = parameters(None, None)
     whole = given[1]
-    shares = Shares(given, 0, (0, 1), None, sparse={whole})
+    shares = ReplicaShares(given, 0, (0, 1), None, sparse={whole})
     told = []
     update = UpdateRule(sgd, clip_grad_norm=1.0).build(
         given, make_plan("2", 4, 2), 0, lambda number: told.append(number) or number, [whole], shares

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridpipe.errors import UserError
-from hybridpipe.model.experts import Experts, hold_part
+from hybridpipe.model.experts import Experts, hold_parts
 from hybridpipe.model.recording import Unsplittable, is_recording, record
 from hybridpipe.stage.experts import SplitExperts, called_in_order, split_experts_in
 from tests.mixtures import EXPERTS, WIDTH
@@ -78,7 +78,7 @@ def split(whole: nn.Sequential, size: int) -> list[nn.Sequential]:
     for replica, exchange in zip(replicas, exchanges(size), strict=True):
         for i, layer in enumerate(replica):
             experts = Experts(f"{i}.experts", NAMES, EXPERTS)
-            hold_part(replica, experts, exchange.rank, size, None)
+            hold_parts(replica, [experts], exchange.rank, size, None)
             layer.experts.forward = SplitExperts(experts.path, layer.experts, EXPERTS, exchange)
         split_experts_in(replica)
     return replicas

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridpipe.errors import UserError
 from hybridpipe.model.held_part import HeldPart
+from hybridpipe.model.holding import hold
 from hybridpipe.model.recording import record
-from hybridpipe.model.tensor_plan import SHARD, hold_shard, split_modules_of
+from hybridpipe.model.tensor_plan import SHARD, split_modules_of
 from hybridpipe.stage.tensor_split import TensorSplit
 from tests.blocks import OF_BLOCK, PLAN, WIDTH, Block, blocks
 from tests.mixtures import points_of
@@ -53,7 +54,7 @@ class Shard:
             for each in modules
             for key, cut in each.keys.items()
         }
-        hold_shard(self.model, self.parts, None)
+        hold(self.model, self.parts, None)
         self.split = TensorSplit(self.model, modules, sums)
 
 
@@ -242,7 +243,7 @@ def test_what_shards_make_apart_is_noticed_at_the_first_update():
         with pytest.raises(UserError, match="what a stage makes differs between shards: "):
             shard.split.check_outputs()
         shard.split.note(shard.model(torch.ones(3, 4)))
-        shard.split.check_once({})  # not again
+        shard.split.check_once(dict)  # not again
 
     together(shards_of(Columns(), {"up": "colwise"}), train)
 
@@ -258,9 +259,9 @@ def test_gradients_that_differ_are_noticed_at_the_first_update(apart):
             "d": torch.ones(2).to(torch.cfloat),
         }
         if not apart:
-            return shard.split.check_once(gradients)
+            return shard.split.check_once(lambda: gradients)
         with pytest.raises(UserError, match="the gradient of c, which the tensor plan leaves whole, differs"):
-            shard.split.check_once(gradients)
+            shard.split.check_once(lambda: gradients)
 
     together(shards_of(Block(), OF_BLOCK), check)
 
@@ -285,7 +286,7 @@ def test_gradients_that_are_zero_but_for_rounding_are_no_difference():
 
     def check(shard: Shard):
         noise = 1e-9 * torch.randn(8, generator=torch.Generator().manual_seed(shard.sums.index))
-        shard.split.check_once({"k.bias": noise, "q.weight": torch.ones(8)})
+        shard.split.check_once(lambda: {"k.bias": noise, "q.weight": torch.ones(8)})
 
     together(shards_of(Block(), OF_BLOCK), check)
 
@@ -297,6 +298,12 @@ def test_a_sum_of_gradients_outside_of_what_is_split_is_refused():
         UserError, match="norm sees whole values, so its gradients must not be summed over shards"
     ):
         shard.model(torch.ones(3, WIDTH))
+
+
+def test_a_split_module_wants_its_input_by_position():
+    (shard,) = shards_of(Block(), OF_BLOCK, 1)
+    with pytest.raises(UserError, match="up is split, so it must be called with its input by position"):
+        shard.model.up(input=torch.ones(3, WIDTH))
 
 
 def test_a_bias_is_back_after_a_forward_that_fails():

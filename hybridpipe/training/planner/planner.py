@@ -143,6 +143,9 @@ class Planner:
         if isinstance(given, Plan):
             request.check_given(given)
             validate_plan(given)
+            if given.splits_tensors and self._predicts:
+                told = "memory" if memory is not None else "predict"
+                raise ValueError(f"{told} must not be given with a plan whose stages have shards")
             self.microbatch_size = self._fitting(given, microbatch_size)
         else:
             self.microbatch_size = microbatch_size or ceil_div(minibatch_size, world.size)
