@@ -207,7 +207,7 @@ def _plan(options: argparse.Namespace) -> int:
         cluster = replace(cluster, memory_bytes=options.memory)
     ranks = options.ranks or cluster.num_ranks
     if options.microbatch:
-        profile = replace(profile.scaled_to(options.microbatch), others=())
+        profile = profile.scaled_to(options.microbatch).of_one_size
     minibatch = _minibatch(options, profile.samples, ranks)
     request = _request(options)
     try:

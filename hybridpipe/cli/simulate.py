@@ -75,9 +75,10 @@ def _changed(
         return plan, changed
     count = ceil_div(plan.num_microbatches * options.ranks, cluster.num_ranks)
     count = 1 if plan.traits.whole_minibatch else count
-    fixed = replace(profile, others=())  # the microbatch stays as it is
     samples = profile.samples * count
-    return search_sizes(fixed, changed, samples, PlanRequest.of(plan), options.ranks)[0].plan, changed
+    return search_sizes(profile.of_one_size, changed, samples, PlanRequest.of(plan), options.ranks)[
+        0
+    ].plan, changed
 
 
 def _print_figures(plan: Plan, before: Plan | None) -> None:

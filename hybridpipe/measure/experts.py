@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hybridpipe.measure.stopwatch import Lap, Stopwatch
 from hybridpipe.model.experts import Experts
 from hybridpipe.model.recording import is_recording
-from hybridpipe.planning.profile import ExpertsProfile
+from hybridpipe.planning.layer_parts import ExpertsProfile
 from hybridpipe.stage.stage import Stage
 
 

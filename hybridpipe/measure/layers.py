@@ -7,13 +7,12 @@ Invariant: the model, its gradients and the data are as they were before.
 import math
 import platform
 import statistics
-import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,9 @@ from hybridpipe.measure.observed import (
     total_bytes,
     trained_bytes,
 )
+from hybridpipe.measure.shards import CountedSums
 from hybridpipe.measure.stopwatch import Lap, Stopwatch, Took
+from hybridpipe.measure.turns import typical
 from hybridpipe.model import tensors
 from hybridpipe.model.experts import Experts
 from hybridpipe.model.layers import Layers, layers_of, shared_parameters
@@ -38,8 +39,8 @@ from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import Tree, map_tensors, norms
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.named import with_names
+from hybridpipe.planning.layer_parts import ExpertsProfile, SumsProfile
 from hybridpipe.planning.profile import (
-    ExpertsProfile,
     JoinedProducts,
     LayerProfile,
     Measurement,
@@ -49,14 +50,6 @@ from hybridpipe.stage.recompute import copied
 from hybridpipe.stage.stage import Stage
 from hybridpipe.types import Agree, Loss, OptimizerFactory
 
-_Key = TypeVar("_Key", bound=Hashable)
-
-# Warm-up lets allocators and oneDNN settle. A repetition has enough passes to span many time slices of the
-# kernel, which last some milliseconds. The budget keeps big models from taking minutes.
-WARM_UP = 2
-REPETITION_SECONDS = 0.04
-MIN_REPEATS, MAX_REPEATS = 3, 16
-BUDGET_SECONDS = 4.0
 NUM_BATCHED = 4  # microbatches in the largest product that is measured
 
 
@@ -96,6 +89,7 @@ class Rehearsal:
         device: where the layers run; by default the CPU.
         each_kind: gradients and updates of one layer of each kind only, for a model larger than the memory.
         experts: the modules of the model whose experts replicas may share.
+        sums: over the shards of a replica, where these are the layers of one; they send nothing.
     """
 
     def __init__(
@@ -107,8 +101,10 @@ class Rehearsal:
         device: torch.device | None = None,
         each_kind: bool = False,
         experts: Sequence[Experts] = (),
+        sums: CountedSums | None = None,
     ) -> None:
         self._each_kind, self._model, self._experts = each_kind, layers.model, experts
+        self._sums = sums or CountedSums(1)
         self.device = device or torch.device("cpu")
         alone, self.shared = layers.single(), shared_parameters(layers)
         self.why_whole = layers.why_whole
@@ -149,13 +145,15 @@ class Rehearsal:
         inputs, targets = (
             map_tensors(lambda tensor: tensor[:size], value) for value in (self.inputs, self.targets)
         )
-        return _Microbatch(inputs, targets, observe(self.stages, inputs, targets, not self._each_kind))
+        observed = observe(self.stages, inputs, targets, not self._each_kind)
+        return _Microbatch(inputs, targets, observed, self._sums)
 
     def measure(
         self,
         optimizer: OptimizerFactory | None = None,
         agree: Agree = float,
         sizes: Sequence[int] = (),
+        shards: "Sequence[Rehearsal]" = (),
     ) -> ModelProfile:
         """Measure the seconds of each layer, the bytes it keeps, and the bytes it passes on.
 
@@ -166,30 +164,19 @@ class Rehearsal:
             agree: returns the largest of the seconds that the ranks which measure at once give it.
             sizes: microbatch sizes in samples, at most as many as there are. The first size gives the
                 profile's own figures, the rest its `others`. By default there is one size, all samples.
+            shards: the layers of one shard each, measured in turns with these for more `others`.
 
         Returns:
             The profile, in seconds and bytes; a second is one of the clock, waiting for a processor included.
         """
         with self._running() as watch:
-            first, *rest = sizes or (None,)
-            with counting(self._model, self._experts, watch) as counted:
-                microbatches = [self._first(first)]
-            microbatches += map(self._first, rest)
-            which = stand_ins(self.stages, [each.layers for each in microbatches])
-            stages, split_stages = ({i: of[i] for i in which} for of in (self.stages, self.split_stages))
-            self._measured = stages, microbatches[0]
-            samplers = [partial(_passes, stages, split_stages, each, watch) for each in microbatches]
-            seconds = _typical(samplers, agree)
-            experts = self._profiles_of_experts(stages, microbatches[0], counted, which, watch)
-            in_between = partial(_pass, stages, microbatches[0], watch)
-            updated = stages if self._each_kind else dict(enumerate(self.stages))
-            updates, state_bytes = _measure_updates(updated, optimizer, in_between, watch, agree)
-        measured, *others = (
-            self._measurement(microbatch, took, updates, which, _scaled(experts, microbatch, microbatches[0]))
-            for microbatch, took in zip(microbatches, seconds, strict=True)
-        )
-        parameter_bytes = sum(map(trained_bytes, updated.values())) or 1
-        copied_bytes = sum(stage.copied_bytes for stage in updated.values())
+            prepared = [each._prepare(sizes, watch) for each in (self, *shards)]
+            seconds = iter(typical([sampler for each in prepared for sampler in each.samplers], agree))
+            found = [
+                each._figures(at, [next(seconds) for _ in at.samplers], optimizer, watch, agree)
+                for each, at in zip((self, *shards), prepared, strict=True)
+            ]
+        measured, *others = (measurement for each in found for measurement in each.measurements)
         return ModelProfile(
             layers=measured.layers,
             samples=measured.samples,
@@ -197,26 +184,53 @@ class Rehearsal:
             device=str(self.device),
             dtype=_dtype(self.stages, self.inputs),
             shared=self.shared,
-            state_factor=state_bytes / parameter_bytes,
-            copied_factor=copied_bytes / parameter_bytes,
+            state_factor=found[0].state_factor,
+            copied_factor=found[0].copied_factor,
             why_whole=self.why_whole,
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )
 
-    def _profiles_of_experts(
+    def _prepare(self, sizes: Sequence[int], watch: Stopwatch) -> "_Prepared":
+        """Observe the layers with microbatches of each size, and return what is to be sampled."""
+        first, *rest = sizes or (None,)
+        with counting(self._model, self._experts, watch) as counted:
+            microbatches = [self._first(first)]
+        microbatches += map(self._first, rest)
+        which = stand_ins(self.stages, [each.layers for each in microbatches])
+        stages, split_stages = ({i: of[i] for i in which} for of in (self.stages, self.split_stages))
+        self._measured = stages, microbatches[0]
+        samplers = [partial(_passes, stages, split_stages, each, watch) for each in microbatches]
+        return _Prepared(stages, which, microbatches, samplers, counted)
+
+    def _figures(
         self,
-        stages: "_Stages",
-        microbatch: "_Microbatch",
-        counted: Sequence[CountedExperts],
-        which: Sequence[int],
+        at: "_Prepared",
+        seconds: Sequence[Mapping["_Figure", float]],
+        optimizer: OptimizerFactory | None,
         watch: Stopwatch,
-    ) -> dict[int, ExpertsProfile]:
+        agree: Agree,
+    ) -> "_Figures":
+        """Return the figures of layers, given the seconds of each sampler."""
+        microbatch = at.microbatches[0]
+        experts = self._profiles_of_experts(at, watch)
+        in_between = partial(_pass, at.stages, microbatch, watch)
+        updated = at.stages if self._each_kind else dict(enumerate(self.stages))
+        updates, state_bytes = _measure_updates(updated, optimizer, in_between, watch, agree)
+        measurements = [
+            self._measurement(each, took, updates, at.which, _scaled(experts, each, microbatch))
+            for each, took in zip(at.microbatches, seconds, strict=True)
+        ]
+        parameter_bytes = sum(map(trained_bytes, updated.values())) or 1
+        copied_bytes = sum(stage.copied_bytes for stage in updated.values())
+        return _Figures(measurements, state_bytes / parameter_bytes, copied_bytes / parameter_bytes)
+
+    def _profiles_of_experts(self, at: "_Prepared", watch: Stopwatch) -> dict[int, ExpertsProfile]:
         if not self._experts:
             return {}
         with counting(self._model, self._experts, watch) as timed:
-            took = _pass(stages, microbatch, watch)
-        forwards = {i: took["forward", i] for i in stages}
-        return profiles(self.stages, counted, timed, forwards, which, watch)
+            took = _pass(at.stages, at.microbatches[0], watch)
+        forwards = {i: took["forward", i] for i in at.stages}
+        return profiles(self.stages, at.counted, timed, forwards, at.which, watch)
 
     def _measurement(
         self,
@@ -242,8 +256,12 @@ class Rehearsal:
             split, largest = microbatch.split_bytes[which[i]], largest_bytes(stage)
             seen = replace(layer, split_bytes=split, workspace_bytes=observed.workspace)
             frozen = frozen_bytes(stage)
-            layers.append(replace(seen, largest_bytes=largest, frozen_bytes=frozen, experts=experts.get(i)))
-        return Measurement(microbatch.num_samples, tuple(layers))
+            forward, backward = (microbatch.summed[kind, which[i]] for kind in ("forward", "backward"))
+            sums = SumsProfile(forward[0], backward[0], forward[1], backward[1])
+            held = replace(seen, largest_bytes=largest, frozen_bytes=frozen)
+            layers.append(replace(held, experts=experts.get(i), sums=sums))
+        shared = self.shared if self._sums.size > 1 else ()
+        return Measurement(microbatch.num_samples, tuple(layers), self._sums.size, shared)
 
 
 _Stages = dict[int, Stage]  # those that are run, by layer, in order
@@ -269,18 +287,45 @@ class _Microbatch:
     Args:
         batching: batched products of each layer that is run, once they have run.
         split_bytes: bytes that each of these keeps between the halves of its backward, once that has run.
+        summed: sums over shards in its last passes, and their bytes.
     """
 
     inputs: Tree
     targets: Tree
     layers: list[Observed]
+    sums: CountedSums
     batching: dict[int, _Batching] = field(default_factory=dict)
     split_bytes: dict[int, int] = field(default_factory=dict)
+    summed: dict[_Figure, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
         """Number of its samples."""
         return tensors.num_samples(inputs=self.inputs, targets=self.targets)
+
+
+class _Prepared(NamedTuple):
+    """What is to be sampled of some layers.
+
+    Args:
+        stages: those that are run, each `which` stands for some.
+        samplers: one for each microbatch.
+        counted: experts, in a pass of the first microbatch through all layers.
+    """
+
+    stages: _Stages
+    which: Sequence[int]
+    microbatches: Sequence[_Microbatch]
+    samplers: Sequence[Callable[[], Mapping[_Figure, Took]]]
+    counted: Sequence[CountedExperts]
+
+
+class _Figures(NamedTuple):
+    """The figures of some layers: one measurement for each microbatch, and the factors of `ModelProfile`."""
+
+    measurements: Sequence[Measurement]
+    state_factor: float
+    copied_factor: float
 
 
 def _scaled(
@@ -317,44 +362,6 @@ def _layer_profile(
         accumulate_seconds=_accumulate_seconds(seconds) if parameter_bytes else 0.0,
         joined=_batched_products(batching, seconds),
     )
-
-
-def _typical(samplers: Sequence[Callable[[], Mapping[_Key, Took]]], agree: Agree) -> list[dict[_Key, float]]:
-    """Return the typical seconds of each figure, for each sampler.
-
-    The samplers take turns, repetition by repetition. The speed of a machine may change within seconds, by a
-    factor of 1.6 on one: otherwise one microbatch size would look cheaper than another.
-    """
-    lengths, counts = [], []
-    for sample in samplers:
-        for _ in range(WARM_UP):
-            began = time.perf_counter()
-            sample()
-        slowest = agree(time.perf_counter() - began)
-        lengths.append(math.ceil(REPETITION_SECONDS / slowest))
-        affordable = int(BUDGET_SECONDS / (lengths[-1] * slowest))
-        counts.append(min(MAX_REPEATS, max(MIN_REPEATS, affordable)))
-    samples: list[list[Mapping[_Key, Took]]] = [[] for _ in samplers]
-    turns = sorted(((n + 0.5) / count, i) for i, count in enumerate(counts) for n in range(count))
-    for _, i in turns:  # each sampler's repetitions are spread evenly over the whole time
-        samples[i] += [samplers[i]() for _ in range(lengths[i])]
-    return [_middle(own, length) for own, length in zip(samples, lengths, strict=True)]
-
-
-def _middle(samples: Sequence[Mapping[_Key, Took]], length: int) -> dict[_Key, float]:
-    """Return typical seconds from repetitions of `length` samples each.
-
-    Where ranks share cores, a layer sometimes waits for a processor. That wait may be longer than the layer,
-    and a longer layer waits more often. So the proportions come from the medians of the layers' running
-    times, and the sum comes from whole repetitions, waiting included.
-    """
-    medians = {key: statistics.median(each[key].running_seconds for each in samples) for key in samples[0]}
-    totals = [sum(took.seconds for took in each.values()) for each in samples]
-    repetitions = sorted(sum(totals[i : i + length]) / length for i in range(0, len(totals), length))
-    quarter = len(repetitions) // 4
-    middle = repetitions[quarter : len(repetitions) - quarter]
-    factor = statistics.mean(middle) / (sum(medians.values()) or 1.0)
-    return {key: value * factor for key, value in medians.items()}
 
 
 def _passes(
@@ -477,11 +484,13 @@ def _pass(stages: _Stages, microbatch: _Microbatch, watch: Stopwatch) -> dict[_F
             targets = microbatch.targets
             stage.forward_loss(0, received, targets, share=1.0, step=0, inputs=inputs, form=observed.form)
         took["forward", i] = watch.since(began)
+        microbatch.summed["forward", i] = microbatch.sums.taken()
     for i, stage in reversed(stages.items()):
         gradients = microbatch.layers[i].gradients
         began = watch.now()
         (stage.backward_input if stage.split_backward else stage.backward)(0, gradients)
         took["backward", i] = watch.since(began)
+        microbatch.summed["backward", i] = microbatch.sums.taken()
         if stage.split_backward:  # at once: less memory is kept than after all layers' input gradients
             microbatch.split_bytes[i] = stage.split_bytes(0)
             began = watch.now()
@@ -526,7 +535,7 @@ def _measure_updates(
             took[i] = watch.since(began)
         return watch.read(took)
 
-    updates = _typical([steps], agree)[0] if optimizers else {}
+    updates = typical([steps], agree)[0] if optimizers else {}
     states = (state.values() for over_layer in optimizers.values() for state in over_layer.state.values())
     kept = (value for value in chain(*states) if isinstance(value, Tensor) and value.numel() > 1)
     return updates, total_bytes(kept)

@@ -195,6 +195,7 @@ class Cluster:
         allreduce_factor: bytes that a reduction, or an exchange of shared parameters' gradients, moves for
                 each byte of a gradient (COMPRESSIONS).
         sync: the backend whose collectives were measured, one of BACKENDS; None: not measured.
+        shards: ranks that each of these stands for (`shards.pooled`): they do the same at the same time.
         waits_for_messages: a rank computes nothing while it sends or receives, as where sends and receives
             block (DeepSpeed). False: messages overlap with computing, as this package's do.
     """
@@ -212,6 +213,7 @@ class Cluster:
     allreduce_factor: float = 1.0
     waits_for_messages: bool = False
     sync: str | None = None
+    shards: int = 1
     format: str = CLUSTER_FORMAT
 
     def __post_init__(self) -> None:
@@ -245,6 +247,7 @@ class Cluster:
         if self.overlap > 1:
             raise ValueError(f"overlap must be a finite number <= 1, got {self.overlap!r}")
         factor("allreduce_factor", self.allreduce_factor)
+        positive_int("shards", self.shards)
         if self.sync is not None:
             one_of("sync", self.sync, BACKENDS)
 
@@ -310,17 +313,20 @@ class Cluster:
         """Return the machine whose processors the rank uses."""
         return rank // (self.node_ranks or 1)
 
-    def shared_speed(self, num_active: int) -> float:
+    def shared_speed(self, num_active: int, shards: int | None = None) -> float:
         """Return the speed of each of `num_active` ranks (or threads) that compute on one machine at once.
 
         Beyond the measured figures, ranks share the most that was measured.
+
+        Args:
+            shards: for which each of them stands; None: the cluster's.
         """
         if self.compute_speeds is None:
             return min(1.0, (self.node_ranks or 1) / num_active)
-        known = len(self.compute_speeds)
-        if num_active <= known:
-            return self.compute_speeds[num_active - 1]
-        return self.compute_speeds[-1] * known / num_active
+        known, computing = len(self.compute_speeds), num_active * (shards or self.shards)
+        if computing <= known:
+            return self.compute_speeds[computing - 1]
+        return self.compute_speeds[-1] * known / computing
 
     @property
     def are_processors_private(self) -> bool:
@@ -370,6 +376,13 @@ class Cluster:
             all_gather=self.ring(ranks, ALL_GATHER),
             all_to_all=self.all_to_all(ranks),
         )
+
+    @property
+    def summing(self) -> Ring:
+        """The cost of a sum over the shards that a rank stands for, by messages of the innermost level."""
+        level, count = self.levels[0], self.shards
+        bandwidth = min(level.bandwidth, level.shared_bandwidth or math.inf)
+        return Ring(2 * (count - 1) * level.latency_seconds, 2 * (count - 1) / count / bandwidth)
 
     def all_to_all(self, ranks: Sequence[int]) -> Ring:
         """Return the cost of an exchange in which each rank sends every rank, itself included, as much.

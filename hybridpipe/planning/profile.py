@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from hybridpipe.planning.checks import non_negative, non_negative_int, positive_int
+from hybridpipe.planning.layer_parts import NO_SUMS, ExpertsProfile, SumsProfile
 from hybridpipe.planning.schedules.registry import TRAITS
 
 PROFILE_FORMAT = "hybridpipe-profile/1"
@@ -51,59 +52,6 @@ class JoinedProducts:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsProfile:
-    """The experts of a layer, which the replicas of a stage may share (`StageSpec.experts`).
-
-    Args:
-        parameter_bytes: of their trained parameters, a part of the layer's.
-        share: the part of the layer's seconds that they take.
-        token_bytes: that a microbatch sends to all of them together, and that come back.
-        tokens: of the microbatch, for each expert of each module.
-        replicas: that share them. With several the layer's figures are those of one of these.
-    """
-
-    parameter_bytes: int
-    share: float
-    token_bytes: int
-    tokens: tuple[tuple[int, ...], ...]
-    replicas: int = 1
-
-    def __post_init__(self) -> None:
-        positive_int("replicas", self.replicas)
-        non_negative_int("parameter_bytes", self.parameter_bytes)
-        non_negative_int("token_bytes", self.token_bytes)
-        non_negative("share", self.share)
-        if self.share > 1:
-            raise ValueError(f"share must be a finite number <= 1, got {self.share!r}")
-        if not self.tokens or not all(self.tokens):
-            raise ValueError("tokens must hold at least one expert of at least one module, got none")
-        for count in (count for of_module in self.tokens for count in of_module):
-            non_negative_int("tokens", count)
-
-    def scaled(self, factor: float) -> "ExpertsProfile":
-        """Return the experts of a microbatch of another size, whose tokens are dealt alike."""
-        return self if factor == 1 else replace(self, token_bytes=round(self.token_bytes * factor))
-
-    @property
-    def num_modules(self) -> int:
-        """The number of modules, each of which exchanges its tokens."""
-        return len(self.tokens)
-
-    def are_divided_by(self, replicas: int) -> bool:
-        """Return True if each replica gets as many experts of each module."""
-        return all(len(of_module) % replicas == 0 for of_module in self.tokens)
-
-    def imbalance(self, replicas: int) -> float:
-        """Return the tokens of the replica that gets most, over the mean of all; 1 without tokens."""
-        most = 0
-        for of_module in self.tokens:
-            size = len(of_module) // replicas
-            most += max(sum(of_module[i * size : (i + 1) * size]) for i in range(replicas))
-        total = sum(map(sum, self.tokens))
-        return most * replicas / total if total else 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class LayerProfile:
     """One layer: the unit of the profile, the smallest thing that a cut can separate.
 
@@ -130,6 +78,7 @@ class LayerProfile:
         largest_bytes: the largest trainable parameter. None: all of them as one.
         frozen_bytes: parameters that are not trained, and buffers. None: not measured, and none are counted.
         experts: those that replicas may share. None: there are none, or they were not measured.
+        sums: of a shard's passes with the other shards.
     """
 
     name: str
@@ -149,6 +98,7 @@ class LayerProfile:
     largest_bytes: int | None = None
     frozen_bytes: int | None = None
     experts: ExpertsProfile | None = None
+    sums: SumsProfile = NO_SUMS
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "update_seconds", "accumulate_seconds"):
@@ -322,13 +272,21 @@ class SharedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The layers of a model at one size of the microbatch."""
+    """The layers of a model at one size of the microbatch.
+
+    Args:
+        tensor: shards of a replica, of one of which the figures are.
+        shared: as in `ModelProfile`, of such a shard.
+    """
 
     samples: int
     layers: tuple[LayerProfile, ...]
+    tensor: int = 1
+    shared: tuple[SharedParameter, ...] = ()
 
     def __post_init__(self) -> None:
         positive_int("samples", self.samples)
+        positive_int("tensor", self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,10 +298,12 @@ class ModelProfile:
         state_factor: the optimizer's state in units of the parameters (0 for SGD, 1 with momentum, 2 for
             Adam).
         copied_factor: copies of the weights in another type, in the same units; each replica has them whole.
-        others: the same layers at other measured sizes of the microbatch.
+        others: the same layers at other measured sizes of the microbatch, and as other numbers of shards have
+            them.
         load: ranks of a machine that computed at once during the measurement.
         shared: the parameters that several layers use.
         why_whole: the reason why the model is one layer, for people; "" if nothing prevents cuts.
+        tensor: shards of a replica, of one of which the figures are.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -357,6 +317,7 @@ class ModelProfile:
     shared: tuple[SharedParameter, ...] = ()
     why_whole: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    tensor: int = 1
     format: str = PROFILE_FORMAT
 
     def __post_init__(self) -> None:
@@ -366,6 +327,7 @@ class ModelProfile:
             raise ValueError("layers must hold at least one layer, got none")
         positive_int("samples", self.samples)
         positive_int("load", self.load)
+        positive_int("tensor", self.tensor)
         non_negative("state_factor", self.state_factor)
         non_negative("copied_factor", self.copied_factor)
         for i, other in enumerate(self.others):
@@ -374,9 +336,10 @@ class ModelProfile:
                     f"others[{i}].layers must hold the same {self.num_layers} layers, got {len(other.layers)}"
                 )
         self._check_shared()
-        sizes = [self.samples, *(other.samples for other in self.others)]
-        if len(set(sizes)) < len(sizes):
-            raise ValueError(f"others must be of different samples each, got {sizes}")
+        measured = [(self.samples, self.tensor), *((other.samples, other.tensor) for other in self.others)]
+        if len(set(measured)) < len(measured):
+            sizes = [samples for samples, _ in measured]
+            raise ValueError(f"others must be of different samples or tensor each, got {sizes}")
 
     def _check_shared(self) -> None:
         """Raises ValueError for shared parameters of layers that are too few or too small."""
@@ -405,7 +368,43 @@ class ModelProfile:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The measured sizes of the microbatch, smallest first."""
-        return tuple(sorted((self.samples, *(other.samples for other in self.others))))
+        others = (other.samples for other in self.others if other.tensor == self.tensor)
+        return tuple(sorted((self.samples, *others)))
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The measured numbers of shards, smallest first."""
+        return tuple(sorted({self.tensor, *(other.tensor for other in self.others)}))
+
+    @property
+    def of_one_size(self) -> "ModelProfile":
+        """The profile without other sizes of the microbatch."""
+        splits = (self.split_over(tensor) for tensor in self.tensors if tensor != self.tensor)
+        others = (Measurement(each.samples, each.layers, each.tensor, each.shared) for each in splits)
+        return replace(self, others=tuple(others))
+
+    def split_over(self, tensor: int) -> "ModelProfile":
+        """Return the profile of one of `tensor` shards, for as many samples.
+
+        Raises:
+            ValueError: no such shard was measured.
+        """
+        if tensor == self.tensor:
+            return self
+        mine = [other for other in self.others if other.tensor == tensor]
+        if not mine:
+            measured = " or ".join(map(str, self.tensors))
+            raise ValueError(f"tensor must be {measured}, as the profile was measured, got {tensor}")
+        first, *others = mine
+        split = replace(
+            self,
+            layers=first.layers,
+            samples=first.samples,
+            shared=first.shared,
+            tensor=tensor,
+            others=tuple(others),
+        )
+        return split.scaled_to(self.samples)
 
     def scaled_to(self, samples: int) -> "ModelProfile":
         """Return the profile of a microbatch of another size.
@@ -417,13 +416,15 @@ class ModelProfile:
         if samples == self.samples:
             return self
         positive_int("samples", samples)
-        measured = {other.samples: other.layers for other in self.others} | {self.samples: self.layers}
+        mine = [other for other in self.others if other.tensor == self.tensor]
+        measured = {other.samples: other.layers for other in mine} | {self.samples: self.layers}
         if samples in measured:
             layers = measured.pop(samples)
         else:
             layers = tuple(map(_line(samples, sorted(measured)), *(measured[n] for n in sorted(measured))))
-        others = tuple(Measurement(n, measured[n]) for n in sorted(measured))
-        return replace(self, layers=layers, samples=samples, others=others)
+        own = (Measurement(n, measured[n], self.tensor, self.shared) for n in sorted(measured))
+        others = tuple(other for other in self.others if other.tensor != self.tensor)
+        return replace(self, layers=layers, samples=samples, others=(*own, *others))
 
 
 def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
@@ -473,6 +474,7 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
             workspace_bytes=num_bytes(high.workspace_bytes),
             activation_bytes=round(high.activation_bytes * factor),
             experts=high.experts and high.experts.scaled(factor),
+            sums=high.sums.scaled(factor),
         )
 
     return layer

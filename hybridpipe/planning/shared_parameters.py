@@ -69,16 +69,16 @@ def shares_experts(profile: ModelProfile, plan: Plan, stage: int) -> bool:
     return plan.splits_experts(stage) and bool(experts) and divide
 
 
-def stage_layers(profile: ModelProfile, plan: Plan, stage: int) -> tuple[LayerProfile, ...]:
-    """Return the layers of a stage as one of its replicas has them.
+def stage_profile(profile: ModelProfile, plan: Plan, stage: int) -> ModelProfile:
+    """Return the profile of a rank of a stage; ValueError if it was not measured."""
+    tensor = plan.stages[stage].tensor
+    return profile if tensor == 1 else profile.split_over(tensor)
 
-    Raises:
-        ValueError: the replica has shards, whose time and memory no profile has yet.
-    """
+
+def stage_layers(profile: ModelProfile, plan: Plan, stage: int) -> tuple[LayerProfile, ...]:
+    """Return the layers of a stage as one of its ranks has them; ValueError if they were not measured."""
     spec = plan.stages[stage]
-    if spec.tensor > 1:
-        raise ValueError(f"stages[{stage}].tensor must be 1 to predict a plan, got {spec.tensor}")
-    layers = profile.layers[spec.start : spec.stop]
+    layers = stage_profile(profile, plan, stage).layers[spec.start : spec.stop]
     if not plan.splits_experts(stage) or not shares_experts(profile, plan, stage):
         return layers
     return tuple(layer.shared_by(spec.replicas) for layer in layers)
@@ -100,7 +100,7 @@ def counted_bytes(profile: ModelProfile, plan: Plan, stage: int) -> list[int]:
     """
     start, stop = plan.stages[stage].start, plan.stages[stage].stop
     counted = [layer.parameter_bytes for layer in stage_layers(profile, plan, stage)]
-    for shared in profile.shared:
+    for shared in stage_profile(profile, plan, stage).shared:
         held = [i for i in shared.layers if _group(plan, i) == plan.group_of(stage)]
         for i in held[1:]:
             if start <= i < stop:
@@ -111,10 +111,10 @@ def counted_bytes(profile: ModelProfile, plan: Plan, stage: int) -> list[int]:
 def exchanged_bytes(profile: ModelProfile, plan: Plan) -> list[dict[int, int]]:
     """Return, for each group of ranks, the bytes that it exchanges with each other group in an update."""
     found: list[dict[int, int]] = [{} for _ in range(plan.num_groups)]
-    for shared in profile.shared:
-        groups = {_group(plan, i) for i in shared.layers}
-        for one in groups:
-            for other in groups - {one}:
+    for one in range(plan.num_groups):
+        for shared in stage_profile(profile, plan, one).shared:
+            groups = {_group(plan, i) for i in shared.layers}
+            for other in groups - {one} if one in groups else ():
                 found[one][other] = found[one].get(other, 0) + shared.parameter_bytes
     return found
 

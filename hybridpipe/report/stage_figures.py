@@ -21,6 +21,7 @@ from hybridpipe.planning.cost.formula import (
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div
+from hybridpipe.planning.shards import pooled
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class StageFigures:
 
 def stage_figures(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[StageFigures, ...]:
     """Return the figures of each stage of the plan."""
+    plan, profile, cluster = pooled(plan, profile, cluster)
     none = StageCost(0.0, 0.0)
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     over_cuts = [none, *costs[:-1], none]

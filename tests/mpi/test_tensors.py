@@ -1,10 +1,13 @@
 """Weights that the shards of a replica have in parts train what one process would, and any plan goes on."""
 
+import re
+
 import pytest
 
 from tests.libraries import skip_without_transformers
 
 OPTIMIZERS, SCHEDULES = 2, 4
+WEIGHTS = 16 * 4 * 2 * 64 * 2**15  # bytes of the model of programs/shards.py
 
 
 def test_parameters_losses_and_evaluation_are_those_of_one_process(job):
@@ -53,3 +56,17 @@ def test_a_rank_makes_only_its_part_of_the_weights(job):
 def test_in_16_bits_weights_move_as_without_a_split(job):
     done = job(2, "splitting.py", "--precision", "recorded_blocks", "1t2")
     assert done.stdout.count("as without a split") == 4
+
+
+def test_where_a_model_fits_no_rank_shards_are_chosen_as_predicted(job):
+    """Weights, gradients and Adam's state of the whole model take four times its weights."""
+    given = job(2, "shards.py", timeout_seconds=200)
+    ranks = [tuple(map(int, each)) for each in re.findall(r"before (\d+) more (\d+)", given.stdout)]
+    limit = max(before for before, _ in ranks) + int(3.5 * WEIGHTS)
+    chosen = job(2, "shards.py", str(limit), timeout_seconds=200)
+    assert "plan 1t2" in chosen.stdout
+    predicted = list(map(int, re.search(r"predicted (\d+) (\d+)", chosen.stdout).groups()))
+    assert all(more <= 1.15 * most for (_, more), most in zip(ranks, predicted, strict=True)), (
+        ranks,
+        predicted,
+    )

@@ -7,8 +7,9 @@ from collections import Counter
 from dataclasses import replace
 
 from hybridpipe.planning.cluster import Cluster, Collective, Level
+from hybridpipe.planning.layer_parts import ExpertsProfile, SumsProfile
 from hybridpipe.planning.plan import Variant
-from hybridpipe.planning.profile import ExpertsProfile, JoinedProducts, LayerProfile, ModelProfile
+from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.registry import ASYNCHRONOUS
 
 
@@ -32,7 +33,7 @@ class Reference:
         self.ways = [Variant(*each, *shared) for each, shared in itertools.product(zip(again), sharing)]
         if any(one.experts for one in profile.layers) and schedule not in ASYNCHRONOUS:
             self.ways += [way._replace(experts=True) for way in self.ways if way.zero < 2]
-        self.load = self.machine_speed(profile.load) if cluster.compute_speeds else 1.0
+        self.load = self.machine_speed(profile.load, shards=1) if cluster.compute_speeds else 1.0
 
     def layers(self, start, stop, m, way):
         """The layers as a replica has them; None where experts cannot be split as the way has them."""
@@ -83,10 +84,19 @@ class Reference:
                 rate = max(rate, inside * (m - inside) / m / level.shared_bandwidth)
         return 5 * calls * latency + 4 * num_bytes * rate
 
-    def machine_speed(self, active):
+    def sums(self, layers, again):
+        """Seconds of a microbatch's sums over shards; recomputing makes those of the forward once more."""
+        t, level = self.cluster.shards, self.cluster.levels[0]
+        rate = min(level.bandwidth, level.shared_bandwidth or math.inf)
+        count = sum((1 + again) * one.sums.forward + one.sums.backward for one in layers)
+        num_bytes = sum((1 + again) * one.sums.forward_bytes + one.sums.backward_bytes for one in layers)
+        return (t - 1) * (2 * count * level.latency_seconds + 2 * num_bytes / t / rate)
+
+    def machine_speed(self, active, shards=None):
         speeds = self.cluster.compute_speeds
         if speeds is None:
             return min(1.0, (self.cluster.node_ranks or 1) / active)
+        active *= shards or self.cluster.shards
         return speeds[active - 1] if active <= len(speeds) else speeds[-1] * len(speeds) / active
 
     def crossed(self, a, b):
@@ -281,7 +291,7 @@ class Reference:
                 2 * self.cluster.message_seconds + sum(self.sizes(e)) * self.cluster.message_seconds_per_byte
                 for e in edges
             )
-            w = (forward + backward + handling) / speeds[s]
+            w = (forward + backward + handling) / speeds[s] + self.sums(layers, variants[s].recompute)
             reduced = weights
             if variants[s].experts:
                 w += self.tokens(placement[s], layers)
@@ -483,6 +493,23 @@ def experts_instance(seed):
     profile = replace(profile, layers=tuple(map(experts, profile.layers)))
     levels = tuple(replace(one, latency_seconds=one.latency_seconds / 100) for one in cluster.levels)
     return profile, replace(cluster, levels=levels), options | {"zero": zero}, ranks, max_replicas
+
+
+def shards_instance(seed):
+    """An instance whose ranks stand for shards that sum, under a limit or without one."""
+    draw = random.Random(10**8 + seed)
+    profile, cluster, options, ranks, max_replicas = draw.choice([random_instance, limited_instance])(seed)
+
+    def summing(one):
+        made = (draw.randint(0, 3), draw.randint(0, 3), draw.randint(0, 10**5), draw.randint(0, 10**5))
+        return replace(one, sums=SumsProfile(*made))
+
+    if options["schedule"] in ASYNCHRONOUS:
+        options |= {"schedule": "1f1b", "num_microbatches": draw.choice([1, 2, 3, 8, 17])}
+    profile = replace(profile, layers=tuple(map(summing, profile.layers)))
+    levels = tuple(replace(one, latency_seconds=one.latency_seconds / 100) for one in cluster.levels)
+    pooled = replace(cluster, levels=levels, shards=draw.choice([2, 4]))
+    return profile, pooled, options, ranks, max_replicas
 
 
 def random_layer(draw, figure, name):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from pytest import approx
 
+from hybridpipe.planning.layer_parts import SumsProfile
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
 from tests.planning.helpers import layer, model
 
@@ -32,7 +33,7 @@ from tests.planning.helpers import layer, model
         ),
         (
             lambda: replace(model(layer(), samples=4), others=(Measurement(4, (layer(),)),)),
-            "others must be of different samples each, got [4, 4]",
+            "others must be of different samples or tensor each, got [4, 4]",
         ),
     ],
 )
@@ -192,3 +193,27 @@ def test_both_halves_make_the_whole_where_one_was_measured():
     assert (both.input_backward_seconds, both.weight_backward_seconds) == (4.0, 2.0)
     without = layer(1.0, 5.0)
     assert (without.input_backward_seconds, without.weight_backward_seconds) == (5.0, 0.0)
+
+
+def of_shards(samples, forward, **sums):
+    layers = (replace(layer(forward, 2 * forward), sums=SumsProfile(1, 1, **sums)),)
+    return Measurement(samples, layers, tensor=2)
+
+
+def test_figures_of_shards_lie_between_their_own_sizes():
+    """Two samples take 3 s and 8 of them 9 s on one of two shards: 4 samples take 5 s."""
+    others = of_shards(2, 3.0, forward_bytes=20), of_shards(8, 9.0, forward_bytes=80)
+    profile = replace(model(layer(6, 12), samples=2), others=others)
+    assert profile.tensors == (1, 2) and profile.sizes == (2,)
+    halves = profile.split_over(2)
+    assert halves.sizes == (2, 8) and halves.layers == others[0].layers
+    for four in (halves.scaled_to(4), profile.scaled_to(4).split_over(2)):
+        assert (four.tensor, four.samples, four.layers[0].forward_seconds) == (2, 4, approx(5.0))
+        assert four.layers[0].sums == SumsProfile(1, 1, 40, 0)
+    assert [each.samples for each in profile.scaled_to(8).of_one_size.others] == [8]
+
+
+def test_shards_that_were_not_measured_are_told():
+    profile = replace(model(layer(1, 2)), others=(Measurement(1, (layer(1, 1),), tensor=4),))
+    with pytest.raises(ValueError, match="tensor must be 1 or 4, as the profile was measured, got 2"):
+        profile.split_over(2)

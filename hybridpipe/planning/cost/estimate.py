@@ -37,6 +37,7 @@ from hybridpipe.planning.cost.links import Floats
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import UNLIMITED, ceil_div, until_backward
+from hybridpipe.planning.shards import pooled
 
 
 def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
@@ -45,6 +46,7 @@ def estimate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     Every rank of the plan is taken to compute all the time. Ranks that share a machine's processors
     therefore have the speed of all of them computing at once.
     """
+    plan, profile, cluster = pooled(plan, profile, cluster)
     return estimates(plan, stage_costs(profile, plan, measured_speed(profile, cluster)), cluster).seconds
 
 

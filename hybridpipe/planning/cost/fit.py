@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hybridpipe.planning.profile import JoinedProducts, LayerProfile, Measurement, ModelProfile
+from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
 
 # Deviations within the noise of timings; beyond them a link counts as shared, or a machine as different.
 SHARING_TOLERANCE = 0.1
@@ -187,7 +187,7 @@ def _known_median(seconds: Iterable[float | None]) -> float | None:
 def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """Return the median profile of several ranks that measured at once, layer by layer.
 
-    All of them measured the same sizes of the microbatch.
+    All of them measured the same sizes of the microbatch, and numbers of shards.
     """
 
     def layer(*measured: LayerProfile) -> LayerProfile:
@@ -209,7 +209,7 @@ def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
 
     layers = tuple(map(layer, *(profile.layers for profile in profiles)))
     others = tuple(
-        Measurement(of_ranks[0].samples, tuple(map(layer, *(each.layers for each in of_ranks))))
+        replace(of_ranks[0], layers=tuple(map(layer, *(each.layers for each in of_ranks))))
         for of_ranks in zip(*(profile.others for profile in profiles), strict=True)
     )
     return replace(profiles[0], layers=layers, others=others, load=len(profiles))

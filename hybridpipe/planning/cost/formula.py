@@ -9,8 +9,8 @@ synchronous minibatch of M microbatches the formula is
       max over cuts   x after the first                  its busiest link, or
       max over stages (ceil(M/m) / h - 1) s              its longest wait for gradients
 
-    w   forward, backward and handling of messages of one microbatch: f + b + h, and where replicas split
-        experts the exchanges of tokens
+    w   forward, backward and handling of messages of one microbatch: f + b + h, with the exchanges of tokens
+        where replicas split experts, and the sums where they have shards
     e   the part of the reduction that is hidden neither by the backward nor by the handling of the gradient
         sent after it
     u   the optimizer's step, the exchange of shared parameters' gradients, the all-gather of weights, and the
@@ -64,7 +64,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Cluster, Ring
+from hybridpipe.planning.cost.exchanges import pass_exchanges
 from hybridpipe.planning.cost.links import Floats, Ints, cut_figures
+from hybridpipe.planning.layer_parts import NO_SUMS, SumsProfile
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.profile import LayerProfile, ModelProfile
 from hybridpipe.planning.schedules.generators import ceil_div, in_flight, per_update
@@ -107,6 +109,7 @@ class StageCost:
             gradients do in a backward.
         num_exchanges: modules whose tokens are exchanged.
         experts_share: the part of a pass that is the experts' work.
+        sums: over the shards of a replica.
     """
 
     forward_seconds: float
@@ -121,22 +124,7 @@ class StageCost:
     token_bytes: float = 0.0
     num_exchanges: int = 0
     experts_share: float = 0.0
-
-
-# Exchanges of a module whose experts replicas share: counts go ahead in the forward, then tokens, or their
-# gradients, go out and come back.
-FORWARD_CALLS, BACKWARD_CALLS = 3, 2
-
-
-def token_seconds(ring: Ring, num_exchanges: Any, token_bytes: Any, calls: int) -> Any:
-    """Return the seconds in which a microbatch's pass exchanges tokens, of one stage or of many.
-
-    Args:
-        ring: of `Cluster.all_to_all` over the stage's replicas.
-        num_exchanges, token_bytes: of `StageCost`.
-        calls: FORWARD_CALLS or BACKWARD_CALLS.
-    """
-    return calls * num_exchanges * ring.latency_seconds + 2 * token_bytes * ring.seconds_per_byte
+    sums: SumsProfile = NO_SUMS
 
 
 def stage_costs(profile: ModelProfile, plan: Plan, load_speed: float = 1.0) -> tuple[StageCost, ...]:
@@ -164,7 +152,9 @@ def measured_speed(profile: ModelProfile, cluster: Cluster) -> float:
     It is 1.0 where the cluster does not say how ranks of a machine slow each other down. The load then stays
     in the profile's times.
     """
-    return 1.0 if cluster.compute_speeds is None else cluster.shared_speed(profile.load)
+    if cluster.compute_speeds is None:
+        return 1.0
+    return cluster.shared_speed(profile.load, shards=1)
 
 
 def _stage_cost(profile: ModelProfile, plan: Plan, s: int, load_speed: float) -> StageCost:
@@ -196,7 +186,15 @@ def _stage_cost(profile: ModelProfile, plan: Plan, s: int, load_speed: float) ->
         token_bytes=sum(layer.token_bytes for layer in layers),
         num_exchanges=sum(layer.num_exchanges for layer in layers),
         experts_share=_experts_share(layers),
+        sums=_sums(layers, plan.recomputes(s)),
     )
+
+
+def _sums(layers: Sequence[LayerProfile], recompute: bool) -> SumsProfile:
+    """Return the sums of a stage, whose backward has those of its forward as well where it recomputes."""
+    sums = sum((layer.sums for layer in layers), start=NO_SUMS)
+    again = SumsProfile(0, sums.forward, 0, sums.forward_bytes)
+    return sums + again if recompute else sums
 
 
 def _experts_share(layers: Sequence[LayerProfile]) -> float:
@@ -237,7 +235,7 @@ class StageTerms(Generic[Seconds]):
     """Seconds of many stages, each at the speed of its slowest rank; arrays that broadcast.
 
     Args:
-        work: a microbatch's forward, backward, handling of messages and exchanges of tokens.
+        work: a microbatch's forward, backward, handling of messages and `pass_exchanges`.
         weight: the part of `work` that computes the weights' gradients.
         reduction: one reduction, alone on its links.
         exposed: the part of `reduction` that nothing hides.
@@ -287,7 +285,7 @@ def stage_terms(
     exchange: Floats,
     gather: Floats,
     reduces_each: NDArray[np.bool_] | bool,
-    tokens: Floats | float = 0.0,
+    exchanges: Floats | float = 0.0,
 ) -> StageTerms[Floats]:
     """Return the terms of stages from their costs; all arrays broadcast against each other.
 
@@ -301,14 +299,14 @@ def stage_terms(
         exchange: seconds of the exchange of shared parameters' gradients.
         gather: seconds of the all-gather of weights.
         reduces_each: True where each microbatch has a reduction.
-        tokens: seconds of a microbatch's exchanges with the experts of other replicas.
+        exchanges: seconds of a microbatch's `pass_exchanges`.
     """
     products = products / speed
     inline = products * (is_first | (np.asarray(replicas) > 1))  # else they are deferred: `Plan.defers_wgrad`
     last = weight if TRAITS[schedule].splits_backward else backward + sending
     exposed = reduction - overlap * np.minimum(reduction, last / speed + inline)
     return StageTerms(
-        work / speed + tokens,
+        work / speed + exchanges,
         weight / speed,
         reduction,
         exposed,
@@ -424,19 +422,13 @@ def plan_terms(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> Stag
         exchange=exchange_seconds(plan, costs, cluster),
         gather=np.array(list(map(Ring.seconds, gathering, gradients))) * (zeros > 0),
         reduces_each=zeros == 2,
-        tokens=np.array(
+        exchanges=np.array(
             [
-                _tokens(cost, cluster.all_to_all(stage.ranks))
+                sum(pass_exchanges(cost, cluster.all_to_all(stage.ranks), cluster.summing))
                 for cost, stage in zip(costs, plan.stages, strict=True)
             ]
         ),
     )
-
-
-def _tokens(cost: StageCost, ring: Ring) -> float:
-    """Return the seconds in which a microbatch exchanges tokens."""
-    ways = (FORWARD_CALLS, BACKWARD_CALLS)
-    return float(sum(token_seconds(ring, cost.num_exchanges, cost.token_bytes, calls) for calls in ways))
 
 
 def reduction_of(plan: Plan, stage: int) -> str:

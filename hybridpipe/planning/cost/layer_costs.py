@@ -16,15 +16,18 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from hybridpipe.planning.cluster import Cluster, Rings
-from hybridpipe.planning.cost.formula import (
+from hybridpipe.planning.cost.exchanges import (
     BACKWARD_CALLS,
     FORWARD_CALLS,
+    sums_seconds,
+    token_seconds,
+)
+from hybridpipe.planning.cost.formula import (
     StageTerms,
     measured_speed,
     port_seconds,
     stage_parts,
     stage_terms,
-    token_seconds,
 )
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import stage_memory
@@ -34,6 +37,9 @@ from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.generators import ceil_div, per_update
 
 PLAINLY = Variant()
+# The figures of layers that add up to those of a stage.
+OF_PASSES = ("forward", "tokens", "exchanges", "summing", "summing_again")
+SUMMED = (*OF_PASSES, "update", "parameters", "activations", "split", "own")
 
 
 class StageKind(NamedTuple):
@@ -155,6 +161,8 @@ class LayerCosts:
         self.own = np.array([layer.own_bytes for layer in layers], dtype=np.float64)
         self.tokens = np.array([layer.token_bytes for layer in layers], dtype=np.float64)
         self.exchanges = np.array([layer.num_exchanges for layer in layers], dtype=np.float64)
+        summing = np.array([sums_seconds(cluster.summing, layer.sums) for layer in layers])
+        self.summing, self.summing_again = summing.sum(1), summing[:, 0]
         self._profile, self._shared_by = profile, dict[int, LayerCosts | None]()
         self.activations = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
         self.split = np.array([layer.split_bytes for layer in layers], dtype=np.float64)  # NaN: not known
@@ -200,7 +208,7 @@ class LayerCosts:
         """Return the same with only these edges to cut at."""
         merged = copy(self)
         merged.sums, merged._tables, merged._shared_by = {}, {}, {}
-        for name in ("forward", "update", "parameters", "activations", "split", "own", "tokens", "exchanges"):
+        for name in SUMMED:
             setattr(merged, name, np.add.reduceat(getattr(self, name), edges[:-1]))
         merged.largest = np.maximum.reduceat(self.largest, edges[:-1])
         for name in ("output", "returned", "edges", "can_cut"):
@@ -352,12 +360,16 @@ class LayerCosts:
             backward = none if splits else self.between("backward", width, rounds)
             work = self.between("work", width, rounds)
         reducing = kind.rings.reduce_scatter if variant.scatter else kind.rings.all_reduce
-        reduced, tokens = parameters, none
+        reduced, exchanges = parameters, none
         if self.exchanges.any():
             ring, reduced = kind.rings.all_to_all, parameters - self.between("own", width)
-            exchanges, num_bytes = self.between("exchanges", width), self.between("tokens", width)
+            count, num_bytes = self.between("exchanges", width), self.between("tokens", width)
             ways = (FORWARD_CALLS, BACKWARD_CALLS)
-            tokens = sum(token_seconds(ring, exchanges, num_bytes, calls) for calls in ways)
+            exchanges = sum(token_seconds(ring, count, num_bytes, calls) for calls in ways)
+        if self.summing.any():
+            exchanges = exchanges + self.between("summing", width)
+            if variant.recompute:
+                exchanges = exchanges + self.between("summing_again", width)
         return stage_terms(
             self.request.schedule,
             cluster.overlap,
@@ -374,7 +386,7 @@ class LayerCosts:
             exchange=none,  # not known before the other stages are; `estimate.estimate` has it
             gather=kind.rings.all_gather.seconds(reduced) if zero else none,
             reduces_each=zero == 2,
-            tokens=tokens,
+            exchanges=exchanges,
         )
 
     def ports(self, replicas: int, width: int) -> Floats:

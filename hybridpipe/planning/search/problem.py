@@ -149,7 +149,10 @@ def problems_of(
     request: PlanRequest,
     num_ranks: int | None,
 ) -> list[Problem]:
-    """Return one problem for each requested schedule and size; `sizes` maps samples to microbatches."""
+    """Return one problem for each requested schedule and size; `sizes` maps samples to microbatches.
+
+    A cluster whose ranks stand for several shards has those of the schedules that may have some.
+    """
     return [
         Problem(
             profile.scaled_to(samples),
@@ -160,6 +163,7 @@ def problems_of(
             is_alternative=schedule != request.schedules[0],
         )
         for schedule in request.compared(cluster.memory_bytes is not None)
+        if cluster.shards == 1 or not TRAITS[schedule].is_asynchronous
         for samples, count in ({minibatch: 1} if TRAITS[schedule].whole_minibatch else sizes).items()
     ]
 

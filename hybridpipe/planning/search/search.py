@@ -10,12 +10,15 @@ Under a memory limit the plans of the same search without one compete where they
 that fit into memory are returned; where none does, `NoPlanFits` says by how much and names a remedy. No plan
 is slower than the one for fewer ranks of 4., nor than the plan without a memory limit where that fits.
 
+Where the profile knows what shards take, plans whose replicas have as many in every stage compete too, each
+number searched as one of so many fewer ranks (`planning.shards`).
+
 The schedule "auto" stands for all synchronous ones and, where the request allows them, for the asynchronous
 ones, which change the mathematics.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybridpipe.planning.cluster import Cluster
@@ -39,6 +42,7 @@ from hybridpipe.planning.search.proposals import (
     straight_plans,
 )
 from hybridpipe.planning.search.refine import FAR, refine
+from hybridpipe.planning.shards import can_pool, pooled, pooled_cluster, unpooled
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 
 __all__ = [
@@ -110,9 +114,7 @@ def search(
         ValueError: more ranks are requested than the cluster has, or the model or the cluster is too large.
     """
     minibatch = profile.samples * num_microbatches
-    return _searched(
-        problems_of(profile, cluster, minibatch, {profile.samples: num_microbatches}, request, num_ranks)
-    )
+    return _searched(profile, cluster, minibatch, {profile.samples: num_microbatches}, request, num_ranks)
 
 
 def search_sizes(
@@ -131,15 +133,34 @@ def search_sizes(
     """
     sizes = [samples for samples in profile.sizes if samples <= minibatch] or [minibatch]
     counts = {samples: ceil_div(minibatch, samples) for samples in sizes}
-    return _searched(problems_of(profile, cluster, minibatch, counts, request, num_ranks))
+    return _searched(profile, cluster, minibatch, counts, request, num_ranks)
 
 
-def _searched(problems: Sequence[Problem]) -> list[Candidate]:
-    """Return the candidates of problems that differ in schedule and size, best first."""
-    found = ranked(_found(problems))
+def _searched(
+    profile: ModelProfile,
+    cluster: Cluster,
+    minibatch: int,
+    sizes: Mapping[int, int],
+    request: PlanRequest,
+    num_ranks: int | None,
+) -> list[Candidate]:
+    """Return the candidates of every number of shards, schedule and size, best first."""
+    found: list[Candidate] = []
+    outlook, simplest = _Outlook(), None
+    for tensor in profile.tensors:
+        shards = tensor // profile.tensor
+        count = (num_ranks or cluster.num_ranks) // shards
+        if not count or not can_pool(cluster, shards):
+            continue
+        split, few = profile.split_over(tensor), pooled_cluster(cluster, shards)
+        problems = problems_of(split, few, minibatch, sizes, request, count)
+        simplest = simplest or problems[0]
+        each = _found(problems, outlook) if problems else ()
+        found += [replace(one, plan=unpooled(one.plan, shards)) for one in each]
     if not found:
-        raise NoPlanFits(how_far(problems[0]))
-    return found
+        assert simplest is not None
+        raise NoPlanFits(how_far(simplest))
+    return ranked(found)
 
 
 def _filled(problem: Problem, candidates: Sequence[Candidate], outlook: "_Outlook") -> Iterator[Candidate]:
@@ -161,13 +182,12 @@ def _filled(problem: Problem, candidates: Sequence[Candidate], outlook: "_Outloo
             yield replace(each, plan=plan)
 
 
-def _found(problems: Sequence[Problem]) -> list[Candidate]:
-    """Return the candidates, with the best for fewer ranks.
+def _found(problems: Sequence[Problem], outlook: "_Outlook") -> list[Candidate]:
+    """Return the candidates, with the best for fewer ranks, that may be as fast as the outlook.
 
     Those are left out where so few ranks cannot compute as fast as the best plan. Beyond `EVERY_NUMBER` they
     are lower powers of two, and left out too where no estimate is faster: fewer ranks allow fewer plans.
     """
-    outlook = _Outlook()
     found = _within_memory(problems, outlook)
     num_ranks, fewest = problems[0].num_ranks, 1 + problems[0].request.traits.interleaves
     while num_ranks > fewest:
@@ -176,11 +196,11 @@ def _found(problems: Sequence[Problem]) -> list[Candidate]:
         least = min(problem.least_seconds() for problem in fewer)
         if num_ranks > EVERY_NUMBER:
             least = max(least, outlook.promised)
-        if found and least >= outlook.best * (1 - TIE):
+        if outlook.best < math.inf and least >= outlook.best * (1 - TIE):
             break
         known = {each.plan for each in found}
         found += [each for each in ranked(_within_memory(fewer, _Outlook()))[:1] if each.plan not in known]
-        outlook.best = min((each.seconds for each in found), default=math.inf)
+        outlook.best = min([outlook.best, *(each.seconds for each in found)])
     return found
 
 
@@ -201,11 +221,12 @@ def _within_memory(problems: Sequence[Problem], outlook: _Outlook) -> list[Candi
         return _all_candidates(problems, outlook)
     profiles = {problem.profile.samples: problem.profile for problem in problems}
     usual = [each for each in problems if not (each.is_alternative and each.request.traits.spares_memory)]
+    before = outlook.best
     free = _all_candidates([each.without_limit() for each in usual], outlook)
     found = [each for each in free if fits(each.plan, profiles[each.samples], problems[0].cluster)]
     if found and min(each.seconds for each in found) == outlook.best:
         return found
-    outlook.best = min((each.seconds for each in found), default=math.inf)
+    outlook.best = min([before, *(each.seconds for each in found)])
     known = {each.plan for each in found}
     return [*found, *(each for each in _all_candidates(problems, outlook) if each.plan not in known)]
 
@@ -252,7 +273,9 @@ def _tight(problem: Problem, candidates: Sequence[Candidate], outlook: _Outlook)
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return best predictions first; equal ones by simpler schedule, fewer ranks and stages, less zero."""
+    """Return best predictions first; equal ones by simpler schedule, no shards, fewer ranks and stages, less
+    zero.
+    """
     rest = sorted(candidates, key=lambda candidate: candidate.seconds)
     order: list[Candidate] = []
     while rest:
@@ -262,10 +285,11 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     return order
 
 
-def _simplicity(candidate: Candidate) -> tuple[int, int, int, int, tuple[int, ...]]:
+def _simplicity(candidate: Candidate) -> tuple[int, bool, int, int, int, tuple[int, ...]]:
     plan = candidate.plan
     sharded = sum(map(plan.zero_of, range(plan.num_stages)))
-    return SCHEDULES.index(plan.schedule), plan.num_ranks, plan.num_stages, sharded, plan.ranks
+    simpler = SCHEDULES.index(plan.schedule), plan.splits_tensors
+    return *simpler, plan.num_ranks, plan.num_stages, sharded, plan.ranks
 
 
 def data_parallel(
@@ -315,6 +339,9 @@ def straight(
 
 def with_prediction(plan: Plan, profile: ModelProfile, cluster: Cluster, limit: float = math.inf) -> Plan:
     """Return the plan with the simulator's prediction, or the formula's where simulating takes long."""
+    if plan.splits_tensors:
+        few, split, machines = pooled(plan, profile, cluster)
+        return unpooled(with_prediction(few, split, machines, limit), plan.stages[0].tensor)
     if is_simulated(plan):
         return replace(plan, predicted=predict(plan, profile, cluster, limit)[1])
     seconds = estimate(plan, profile, cluster)

@@ -20,6 +20,7 @@ from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.schedules.generators import UNLIMITED, ceil_div, in_flight_per_stage, programs
 from hybridpipe.planning.schedules.instructions import Backward, Program
 from hybridpipe.planning.schedules.registry import DEFAULT
+from hybridpipe.planning.shards import of_shards, pooled
 from hybridpipe.planning.simulator.simulator import Deadlock, Simulation
 from hybridpipe.planning.simulator.waiting import WaitingSimulation
 from hybridpipe.planning.timeline import TimedEvent, Timeline
@@ -76,9 +77,13 @@ def predict(
 
     Raises:
         ValueError: plan and profile differ in layers, or the plan names a rank that the cluster lacks, or has
-            more microbatches or replicas than can be simulated in a minute or so.
+            more microbatches or replicas than can be simulated in a minute or so, or shards that cannot be
+            predicted (`shards.pooled`).
     """
     plan.check_world(cluster.num_ranks)
+    if plan.splits_tensors:
+        few, split, machines = pooled(plan, profile, cluster)
+        return _of_shards(plan, *predict(few, split, machines, limit))
     _check_size(plan)
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     if plan.is_asynchronous:
@@ -92,6 +97,13 @@ def predict(
         bubble_fraction=bubble_fraction,
         peak_memory_bytes=peak_memory_bytes(profile, plan),
     )
+
+
+def _of_shards(plan: Plan, timeline: Timeline, predicted: Prediction) -> tuple[Timeline, Prediction]:
+    """Return what all shards do, from what their leaders do, whose ranks are numbered without the others."""
+    tensor = plan.stages[0].tensor
+    events = {rank * tensor + i: each for rank, each in timeline.events.items() for i in range(tensor)}
+    return Timeline(events), of_shards(predicted, tensor)
 
 
 def _programs(plan: Plan, num_microbatches: int) -> Mapping[int, Program]:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hybridpipe.planning.cluster import ALL_GATHER, Ring
-from hybridpipe.planning.cost.formula import BACKWARD_CALLS, FORWARD_CALLS, StageCost, token_seconds
+from hybridpipe.planning.cost.exchanges import pass_exchanges
+from hybridpipe.planning.cost.formula import StageCost
+from hybridpipe.planning.layer_parts import NO_SUMS
 from hybridpipe.planning.schedules.instructions import (
     Instruction,
     JoinBackward,
@@ -46,9 +48,9 @@ class Rank:
         if len(replicas.numbers) > 1:
             self.speed *= machines.cluster.replicated_speed
         self.join_seconds: dict[tuple[int, type[Instruction]], float] = {}  # by chunk and kind
-        if replicas.token_ring is not None:
+        if replicas.token_ring is not None or any(cost.sums != NO_SUMS for cost in self.costs):
             for chunk in range(len(stages)):
-                self.add_exchanges(chunk, replicas.token_ring)
+                self.add_exchanges(chunk, replicas.token_ring or Ring(0.0, 0.0), machines.cluster.summing)
         self.is_crowded = False  # its machine has more active ranks than processors
         self.position = 0
         self.since = 0.0  # when the instruction at `position` began
@@ -60,13 +62,10 @@ class Rank:
         self.exchanging: deque[SharedMessage] = deque()  # messages left of this round's exchange
         self.num_filled = [0] * len(self.costs)  # of each chunk's buckets, in this round
 
-    def add_exchanges(self, chunk: int, ring: Ring) -> None:
-        """Let a chunk's passes take their exchanges of tokens as well, which no processor's speed changes."""
+    def add_exchanges(self, chunk: int, tokens: Ring, sums: Ring) -> None:
+        """Let a chunk's passes take what they exchange as well, which no processor's speed changes."""
         cost = self.costs[chunk]
-        forward, backward = (
-            token_seconds(ring, cost.num_exchanges, cost.token_bytes, calls) * self.speed
-            for calls in (FORWARD_CALLS, BACKWARD_CALLS)
-        )
+        forward, backward = (self.speed * seconds for seconds in pass_exchanges(cost, tokens, sums))
         self.join_seconds[chunk, JoinForward] = cost.experts_share * cost.forward_seconds + forward
         self.join_seconds[chunk, JoinBackward] = cost.experts_share * cost.backward_seconds + backward
         self.costs[chunk] = replace(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.collectives.backends import Usable, suited, usable
+from hybridpipe.comm.groups import this_host
 from hybridpipe.comm.idle import measure_together
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.progress_thread import needs_progress_thread
@@ -49,6 +50,7 @@ from hybridpipe.report.words import few
 from hybridpipe.training.planner.choice import Choice, choose_on_rank_0, measured_cluster
 from hybridpipe.training.planner.machines import MachinesFile, conditions
 from hybridpipe.training.planner.memory import check_room
+from hybridpipe.training.planner.shards import first_shard, numbers_of_shards
 from hybridpipe.types import Loss
 
 
@@ -143,9 +145,6 @@ class Planner:
         if isinstance(given, Plan):
             request.check_given(given)
             validate_plan(given)
-            if given.splits_tensors and self._predicts:
-                told = "memory" if memory is not None else "predict"
-                raise ValueError(f"{told} must not be given with a plan whose stages have shards")
             self.microbatch_size = self._fitting(given, microbatch_size)
         else:
             self.microbatch_size = microbatch_size or ceil_div(minibatch_size, world.size)
@@ -405,14 +404,18 @@ class Planner:
             self._rule.naming(names).try_out([p for p in names if p.requires_grad][:1])
         self._suit_allocator(copy.model)
         experts = [each for each in self._named_experts() if layers.calls_whole(each.path)]
+        counts = self._numbers_of_shards(layers)
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         with failure.guard():
             try:
                 each_kind = self.numbers is not None
-                rehearsal = Rehearsal(copy, inputs, targets, self._loss, self._device, each_kind, experts)
+                given = inputs, targets, self._loss, self._device, each_kind
+                rehearsal, wanted = Rehearsal(copy, *given, experts), self._request.tensor_plan
+                splits = (first_shard(layers, wanted, count, self.numbers) for count in counts)
+                shards = [Rehearsal(split, *given, sums=sums) for split, sums in splits]
                 samples = minibatch.sizes[0]  # perhaps fewer than microbatch_size
                 sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
-                measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes)
+                measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes, shards=shards)
                 return measure_together(self._world, measure), rehearsal.run
             except (MemoryError, RuntimeError) as error:
                 if not out_of_memory.is_out_of_memory(error):
@@ -423,6 +426,16 @@ class Planner:
                 raise
             except (TypeError, ValueError) as error:  # an error of the model, whose traceback must show
                 raise RuntimeError(f"the model fails on the first microbatch: {told(error)}") from error
+
+    def _numbers_of_shards(self, layers: Layers) -> list[int]:
+        """Return the numbers of shards whose layers are measured. Collective."""
+        if isinstance(self._given, Plan):
+            return sorted({stage.tensor for stage in self._given.stages} - {1})
+        given = self._request.tensor_plan
+        if given is None or self._given != AUTO:
+            return []
+        neighbours = self._world.allreduce(this_host(self._world).local_size, MPI.MIN)
+        return numbers_of_shards(layers, given, neighbours)
 
     def _suit_allocator(self, model: nn.Module) -> None:
         """Measure as memory will be used: what measuring frees and keeps, a near limit counts. Collective."""

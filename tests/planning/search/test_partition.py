@@ -28,6 +28,7 @@ from tests.planning.brute_force import (
     limited_instance,
     random_instance,
     sharded_instance,
+    shards_instance,
 )
 from tests.planning.helpers import free, layer, model, partition
 from tests.thinned import rare
@@ -74,6 +75,13 @@ def test_split_experts_equal_brute_force(batch):
         for plan in same_as_brute_force(*experts_instance(seed), seed)[:1]:
             seen.update(stage.experts for stage in plan.stages if stage.replicas > 1)
     assert min(seen[True], seen[False]) > 4, seen
+
+
+@pytest.mark.parametrize("batch", [0, *map(rare, range(1, 5))])
+def test_ranks_that_stand_for_shards_equal_brute_force(batch):
+    """Over all cuts, placements and what recomputes, with sums in the passes."""
+    found = [same_as_brute_force(*shards_instance(seed), seed) for seed in range(batch, NUM_LIMITED, 5)]
+    assert sum(map(bool, found)) > 50
 
 
 def same_as_brute_force(profile, cluster, options, ranks, max_replicas, seed):

@@ -12,8 +12,9 @@ from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.estimate import estimate, estimates
 from hybridpipe.planning.cost.formula import stage_costs
 from hybridpipe.planning.cost.memory import peak_memory_bytes
+from hybridpipe.planning.layer_parts import ExpertsProfile
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
-from hybridpipe.planning.profile import ExpertsProfile, Measurement, ModelProfile
+from hybridpipe.planning.profile import Measurement, ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.registry import SYNCHRONOUS
 from hybridpipe.planning.search import search as search_module

@@ -9,8 +9,8 @@ from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.cost.estimate import estimate
 from hybridpipe.planning.cost.formula import stage_costs
 from hybridpipe.planning.cost.memory import peak_memory_bytes
+from hybridpipe.planning.layer_parts import ExpertsProfile
 from hybridpipe.planning.plan import Plan, StageSpec
-from hybridpipe.planning.profile import ExpertsProfile
 from hybridpipe.planning.schedules.generators import programs
 from hybridpipe.planning.schedules.instructions import Backward, Forward, JoinForward
 from hybridpipe.planning.simulator.predict import predict, simulate
