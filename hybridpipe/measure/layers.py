@@ -241,7 +241,7 @@ class Rehearsal:
         experts: Mapping[int, ExpertsProfile],
     ) -> Measurement:
         """Return the figures of all layers, each with the seconds of the layer that stands for it."""
-        layers = []
+        layers, splits = [], self._sums.size > 1
         for i, (name, stage) in enumerate(zip(self.names, self.stages, strict=True)):
             took = {kind: value for (kind, layer), value in seconds.items() if layer == which[i]}
             batching, observed = microbatch.batching[which[i]], microbatch.layers[i]
@@ -257,10 +257,10 @@ class Rehearsal:
             seen = replace(layer, split_bytes=split, workspace_bytes=observed.workspace)
             frozen = frozen_bytes(stage)
             forward, backward = (microbatch.summed[kind, which[i]] for kind in ("forward", "backward"))
-            sums = SumsProfile(forward[0], backward[0], forward[1], backward[1])
+            sums = SumsProfile(forward[0], backward[0], forward[1], backward[1]) if splits else None
             held = replace(seen, largest_bytes=largest, frozen_bytes=frozen)
             layers.append(replace(held, experts=experts.get(i), sums=sums))
-        shared = self.shared if self._sums.size > 1 else ()
+        shared = self.shared if splits else ()
         return Measurement(microbatch.num_samples, tuple(layers), self._sums.size, shared)
 
 
@@ -305,7 +305,7 @@ class _Microbatch:
 
 
 class _Prepared(NamedTuple):
-    """What is to be sampled of some layers.
+    """Layers that are to be sampled.
 
     Args:
         stages: those that are run, each `which` stands for some.

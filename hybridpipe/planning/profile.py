@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from hybridpipe.planning.checks import non_negative, non_negative_int, positive_int
-from hybridpipe.planning.layer_parts import NO_SUMS, ExpertsProfile, SumsProfile
+from hybridpipe.planning.layer_parts import ExpertsProfile, SumsProfile
 from hybridpipe.planning.schedules.registry import TRAITS
 
 PROFILE_FORMAT = "hybridpipe-profile/1"
@@ -78,7 +78,7 @@ class LayerProfile:
         largest_bytes: the largest trainable parameter. None: all of them as one.
         frozen_bytes: parameters that are not trained, and buffers. None: not measured, and none are counted.
         experts: those that replicas may share. None: there are none, or they were not measured.
-        sums: of a shard's passes with the other shards.
+        sums: of a shard's passes with the other shards. None: there are no others.
     """
 
     name: str
@@ -98,7 +98,7 @@ class LayerProfile:
     largest_bytes: int | None = None
     frozen_bytes: int | None = None
     experts: ExpertsProfile | None = None
-    sums: SumsProfile = NO_SUMS
+    sums: SumsProfile | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_seconds", "backward_seconds", "update_seconds", "accumulate_seconds"):
@@ -474,7 +474,7 @@ def _line(samples: int, sizes: list[int]) -> Callable[..., LayerProfile]:
             workspace_bytes=num_bytes(high.workspace_bytes),
             activation_bytes=round(high.activation_bytes * factor),
             experts=high.experts and high.experts.scaled(factor),
-            sums=high.sums.scaled(factor),
+            sums=high.sums and high.sums.scaled(factor),
         )
 
     return layer

@@ -56,7 +56,7 @@ def test_sums_are_counted_with_their_bytes(measured):
         forward, backward, forward_bytes, backward_bytes = astuple(halves.layers[1].sums)
         assert (forward, forward_bytes) == (2, 2 * row * size)
         assert (backward, backward_bytes) == (2 + 2, 2 * row * size + 2 * 4 * 4)
-    assert {astuple(each.sums) for each in measured.layers} == {(0, 0, 0, 0)}
+    assert {each.sums for each in measured.layers} == {None}
 
 
 @pytest.mark.parametrize("most, expected", [(1, []), (2, [2]), (3, [2]), (8, [2, 4, 8]), (16, [2, 4, 8])])

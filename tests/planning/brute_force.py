@@ -88,8 +88,9 @@ class Reference:
         """Seconds of a microbatch's sums over shards; recomputing makes those of the forward once more."""
         t, level = self.cluster.shards, self.cluster.levels[0]
         rate = min(level.bandwidth, level.shared_bandwidth or math.inf)
-        count = sum((1 + again) * one.sums.forward + one.sums.backward for one in layers)
-        num_bytes = sum((1 + again) * one.sums.forward_bytes + one.sums.backward_bytes for one in layers)
+        sums = [one.sums for one in layers if one.sums]
+        count = sum((1 + again) * each.forward + each.backward for each in sums)
+        num_bytes = sum((1 + again) * each.forward_bytes + each.backward_bytes for each in sums)
         return (t - 1) * (2 * count * level.latency_seconds + 2 * num_bytes / t / rate)
 
     def machine_speed(self, active, shards=None):

@@ -192,7 +192,7 @@ def _stage_cost(profile: ModelProfile, plan: Plan, s: int, load_speed: float) ->
 
 def _sums(layers: Sequence[LayerProfile], recompute: bool) -> SumsProfile:
     """Return the sums of a stage, whose backward has those of its forward as well where it recomputes."""
-    sums = sum((layer.sums for layer in layers), start=NO_SUMS)
+    sums = sum((layer.sums for layer in layers if layer.sums), start=NO_SUMS)
     again = SumsProfile(0, sums.forward, 0, sums.forward_bytes)
     return sums + again if recompute else sums
 

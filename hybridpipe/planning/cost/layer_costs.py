@@ -31,6 +31,7 @@ from hybridpipe.planning.cost.formula import (
 )
 from hybridpipe.planning.cost.links import Floats, Ints
 from hybridpipe.planning.cost.memory import stage_memory
+from hybridpipe.planning.layer_parts import NO_SUMS
 from hybridpipe.planning.plan import Variant
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
@@ -161,7 +162,7 @@ class LayerCosts:
         self.own = np.array([layer.own_bytes for layer in layers], dtype=np.float64)
         self.tokens = np.array([layer.token_bytes for layer in layers], dtype=np.float64)
         self.exchanges = np.array([layer.num_exchanges for layer in layers], dtype=np.float64)
-        summing = np.array([sums_seconds(cluster.summing, layer.sums) for layer in layers])
+        summing = np.array([sums_seconds(cluster.summing, layer.sums or NO_SUMS) for layer in layers])
         self.summing, self.summing_again = summing.sum(1), summing[:, 0]
         self._profile, self._shared_by = profile, dict[int, LayerCosts | None]()
         self.activations = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)

@@ -10,8 +10,8 @@ Under a memory limit the plans of the same search without one compete where they
 that fit into memory are returned; where none does, `NoPlanFits` says by how much and names a remedy. No plan
 is slower than the one for fewer ranks of 4., nor than the plan without a memory limit where that fits.
 
-Where the profile knows what shards take, plans whose replicas have as many in every stage compete too, each
-number searched as one of so many fewer ranks (`planning.shards`).
+Where the profile knows what shards take, plans whose stages all have as many compete too: each number is
+searched for by itself, on ranks that stand for all shards of a replica (`planning.shards`).
 
 The schedule "auto" stands for all synchronous ones and, where the request allows them, for the asynchronous
 ones, which change the mathematics.

@@ -408,11 +408,17 @@ class Planner:
         inputs, targets = minibatch.inputs(0), minibatch.targets(0)
         with failure.guard():
             try:
-                each_kind = self.numbers is not None
-                given = inputs, targets, self._loss, self._device, each_kind
-                rehearsal, wanted = Rehearsal(copy, *given, experts), self._request.tensor_plan
+                rehearsed = partial(
+                    Rehearsal,
+                    inputs=inputs,
+                    targets=targets,
+                    loss=self._loss,
+                    device=self._device,
+                    each_kind=self.numbers is not None,
+                )
+                rehearsal, wanted = rehearsed(copy, experts=experts), self._request.tensor_plan
                 splits = (first_shard(layers, wanted, count, self.numbers) for count in counts)
-                shards = [Rehearsal(split, *given, sums=sums) for split, sums in splits]
+                shards = [rehearsed(split, sums=sums) for split, sums in splits]
                 samples = minibatch.sizes[0]  # perhaps fewer than microbatch_size
                 sizes = [samples, *(size for size in self._smaller_sizes if size < samples)]
                 measure = partial(rehearsal.measure, self._rule.optimizer, sizes=sizes, shards=shards)

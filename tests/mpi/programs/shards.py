@@ -33,9 +33,7 @@ class Block(nn.Module):
 def status(*names):
     """The sum of entries of /proc/self/status, in bytes."""
     text = (PROCESS / "status").read_text()
-    return sum(
-        1024 * int(found) for name in names for found in re.findall(rf"^{name}:\s+(\d+)", text, re.M)
-    )
+    return sum(1024 * int(found) for name in names for found in re.findall(rf"^{name}:\s+(\d+)", text, re.M))
 
 
 def main():
