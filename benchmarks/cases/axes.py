@@ -1,0 +1,114 @@
+"""Axes: which way to divide the work is fastest by prediction, for two models, several networks and memories.
+
+    python benchmarks/run.py axes --measured DIR          DIR: the --out of a run of split_stages
+
+The profiles are those that split_stages has measured. Hosts have four ranks with a processor each, which
+reach each other with 10 GB/s; the hosts' links have the rate. Limited memory is a part of what a rank needs
+under data parallelism.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import results
+from jobs import Run
+from results import Row, milliseconds
+
+from hybridpipe.files import read_profile
+from hybridpipe.planning.cluster import Cluster, Level
+from hybridpipe.planning.cost.memory import peak_memory_bytes
+from hybridpipe.planning.plan import Plan
+from hybridpipe.planning.profile import ModelProfile
+from hybridpipe.planning.request import PlanRequest
+from hybridpipe.planning.search.search import Candidate, NoPlanFits, search
+from hybridpipe.planning.shards import pooled_cluster, unpooled
+
+MODELS = ("tensors", "experts")
+HOSTS, RANKS = (1, 2), 4
+GBITS = (10, 1)
+MEMORY = {"ample": None, "1/2": 0.5, "1/4": 0.25}
+MICROBATCHES = 8
+DATA, STAGES, ZERO, EXPERTS, SHARDS = "replicas", "stages", "zero", "experts", "shards"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own options."""
+    parser.add_argument("--measured", type=Path, required=True, metavar="DIR", help="--out of split_stages")
+
+
+def measure(run: Run) -> Iterator[Row]:
+    """Yield a row for each model, machines and memory, with the best plan that uses each axis."""
+    for model, hosts, gbit, memory in product(MODELS, HOSTS, GBITS, MEMORY):
+        group = f"{model}, {hosts} × {RANKS} ranks, {gbit} Gbit/s, memory {memory}"
+        if not run.wants(group, "all") or (hosts == 1 and gbit != GBITS[0]):
+            continue
+        [path] = (run.options.measured / f"{model}-1gbit").glob("round*/profile.json")
+        profile = read_profile(path).of_one_size
+        yield Row(group, "all", run.round, best_of(profile, machines(profile, hosts, gbit, MEMORY[memory])))
+
+
+def machines(profile: ModelProfile, hosts: int, gbit: float, part: float | None) -> Cluster:
+    """Return the cluster; `part` is of the bytes that a rank needs under data parallelism."""
+    levels = [Level("host", RANKS, 1e10, 5e-6)]
+    if hosts > 1:
+        rate = gbit * 1e9 / 8
+        levels.append(Level("network", RANKS * hosts, rate, 5e-5, shared_bandwidth=rate))
+    whole = Plan.data_parallel(profile.num_layers, RANKS * hosts, MICROBATCHES)
+    limit = None if part is None else int(part * max(peak_memory_bytes(profile, whole)))
+    return Cluster(tuple(levels), memory_bytes=limit)
+
+
+def best_of(profile: ModelProfile, cluster: Cluster) -> dict[str, object]:
+    """Return, for each axis, the seconds and the name of the best plan that uses it."""
+    request = PlanRequest("1f1b", zero="auto")
+    found: dict[str, Candidate] = {}
+    for tensor in profile.tensors:
+        split, few = replace(profile.split_over(tensor), others=()), pooled_cluster(cluster, tensor)
+        try:
+            candidates = search(split, few, MICROBATCHES, request)
+        except NoPlanFits:
+            continue
+        for each in candidates:
+            named = replace(each, plan=unpooled(each.plan, tensor))
+            for axis in axes_of(named.plan):
+                if axis not in found or each.seconds < found[axis].seconds:
+                    found[axis] = named
+    told = {axis: (each.seconds, each.plan.name) for axis, each in found.items()}
+    return {"fastest": min(told.values(), default=(math.nan, "none fits")), **told}
+
+
+def axes_of(plan: Plan) -> Iterator[str]:
+    """Yield the axes along which a plan divides the work."""
+    stages = range(plan.num_stages)
+    used = {
+        DATA: max(plan.replicas) > 1 and plan.num_stages == 1 and not plan.splits_tensors,
+        STAGES: plan.num_stages > 1 and not plan.splits_tensors,
+        ZERO: any(map(plan.zero_of, stages)),
+        EXPERTS: any(map(plan.splits_experts, stages)),
+        SHARDS: plan.splits_tensors,
+    }
+    return (axis for axis, is_used in used.items() if is_used)
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Return the table."""
+    return results.table(lines(rows))
+
+
+def lines(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
+    """Yield a line for each model, machines and memory."""
+    for row in rows:
+        best = row["fastest"][1]
+        yield {
+            "model, machines, memory": row.group,
+            "fastest": best,
+            **{axis: _told(row[axis]) for axis in (DATA, STAGES, ZERO, EXPERTS, SHARDS)},
+        }
+
+
+def _told(found: tuple[float, str] | None) -> str:
+    return "–" if found is None else f"{milliseconds(found[0])} ({found[1]})"
