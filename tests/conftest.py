@@ -88,10 +88,10 @@ def quick(monkeypatch):
     """One thread, the same numbers each time, and next to no measuring."""
     import torch
 
-    from hybridpipe.measure import layers
+    from hybridpipe.measure import turns
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(layers, "MAX_REPEATS", 2)
+    monkeypatch.setattr(turns, "MAX_REPEATS", 2)
     torch.set_num_threads(1)
     torch.manual_seed(0)
 

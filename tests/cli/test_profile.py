@@ -13,7 +13,7 @@ from hybridpipe.cli.profile import circumstances, profile_model
 from hybridpipe.config.file import Config, DataConfig, Factory, TrainConfig
 from hybridpipe.errors import UserError
 from hybridpipe.files import write_json
-from hybridpipe.measure import layers
+from hybridpipe.measure import turns
 from hybridpipe.planning.cluster import Cluster
 
 
@@ -27,7 +27,7 @@ def data() -> torch.utils.data.Dataset:
 
 @pytest.fixture
 def config(monkeypatch) -> Config:
-    monkeypatch.setattr(layers, "MAX_REPEATS", 2)
+    monkeypatch.setattr(turns, "MAX_REPEATS", 2)
     return Config(
         model=Factory(f"{__name__}:net"),
         data=DataConfig(f"{__name__}:data"),
@@ -86,10 +86,10 @@ import resource, sys, torch
 from hybridpipe.config.file import Config, DataConfig, Factory, TrainConfig
 from hybridpipe.cli import main
 from hybridpipe.cli.profile import profile_model
-from hybridpipe.measure import layers
+from hybridpipe.measure import turns
 from hybridpipe.planning.cluster import Cluster
 
-layers.MAX_REPEATS = 1
+turns.MAX_REPEATS = 1
 sgd = Factory("torch.optim:SGD", {"lr": 0.1})
 where = [f"tests.cli.test_profile:{name}" for name in ("net", "data")]
 profile_model(Config(Factory(where[0]), DataConfig(where[1]), sgd, TrainConfig(minibatch=8)))

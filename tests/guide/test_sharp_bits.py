@@ -26,9 +26,9 @@ import sys, traceback
 from functools import partial
 import hybridpipe
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.measure import layers
+from hybridpipe.measure import turns
 
-layers.MAX_REPEATS = 2
+turns.MAX_REPEATS = 2
 machines = hybridpipe.Cluster.flat(MPI.COMM_WORLD.size, 1e9, 1e-5)
 hybridpipe.Trainer = partial(hybridpipe.Trainer, cluster=machines)
 

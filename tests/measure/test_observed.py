@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hybridpipe.measure import layers as module
+from hybridpipe.measure import turns
 from hybridpipe.measure.layers import Rehearsal, measure
 from hybridpipe.measure.observed import observe, stand_ins, total_bytes
 from hybridpipe.model.layers import layers_of
@@ -59,7 +59,7 @@ def test_layers_that_keep_more_do_more_whatever_they_look_like():
 
 
 def test_equal_layers_are_measured_once(monkeypatch):
-    monkeypatch.setattr(module, "MAX_REPEATS", 3)
+    monkeypatch.setattr(turns, "MAX_REPEATS", 3)
     made = rehearsal(*(Repeated(6, 1) for _ in range(4)))
     first, second = made.measure(lambda parameters: torch.optim.SGD(parameters, lr=0.1)).layers[1:3]
     calls = [stage.module[0].calls for stage in made.stages]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from pytest import approx
 
+from hybridpipe.measure import turns
 from hybridpipe.measure.layers import Rehearsal
 from hybridpipe.measure.shards import CountedSums
 from hybridpipe.model.layers import layers_of
@@ -23,6 +24,12 @@ def adam(parameters):
 
 @pytest.fixture(scope="module")
 def measured():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(turns, "MAX_REPEATS", 3)
+        yield profile_of_shards()
+
+
+def profile_of_shards():
     torch.manual_seed(3)
     inputs, targets = torch.randn(SAMPLES, FEATURES), torch.randint(0, 3, (SAMPLES,))
     model = blocks.blocks()

@@ -8,12 +8,12 @@ from torch import nn
 from hybridpipe.comm.idle import largest, machine_leaders, measure_together
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.environment.memory_limits import RankMemory
-from hybridpipe.measure import layers, memory
+from hybridpipe.measure import memory, turns
 from hybridpipe.measure.layers import Rehearsal
 from hybridpipe.model.layers import layers_of
 
 world = MPI.COMM_WORLD
-layers.MAX_REPEATS = 3
+turns.MAX_REPEATS = 3
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
 targets = torch.zeros(8, dtype=torch.long)
