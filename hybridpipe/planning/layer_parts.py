@@ -19,6 +19,8 @@ class ExpertsProfile:
         token_bytes: that a microbatch sends to all of them together, and that come back.
         tokens: of the microbatch, for each expert of each module.
         replicas: that share them. With several the layer's figures are those of one of these.
+        parts: each number of replicas that was tried, and the seconds of one of them beside those of all
+            experts, with as many tokens. A number that was not takes as long as all experts.
     """
 
     parameter_bytes: int
@@ -26,9 +28,13 @@ class ExpertsProfile:
     token_bytes: int
     tokens: tuple[tuple[int, ...], ...]
     replicas: int = 1
+    parts: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         positive_int("replicas", self.replicas)
+        for replicas, seconds in self.parts:
+            positive_int("parts", replicas)
+            non_negative("parts", seconds)
         non_negative_int("parameter_bytes", self.parameter_bytes)
         non_negative_int("token_bytes", self.token_bytes)
         non_negative("share", self.share)
@@ -51,6 +57,15 @@ class ExpertsProfile:
     def are_divided_by(self, replicas: int) -> bool:
         """Return True if each replica gets as many experts of each module."""
         return all(len(of_module) % replicas == 0 for of_module in self.tokens)
+
+    def time_of(self, replicas: int) -> float:
+        """Return the seconds of the replica that gets most tokens, beside those of all experts in one."""
+        return dict(self.parts).get(replicas, 1.0) * self.imbalance(replicas)
+
+    @property
+    def least_time(self) -> float:
+        """The least seconds of any number of replicas, beside those of all experts in one."""
+        return min((1.0, *(seconds for _, seconds in self.parts)))
 
     def imbalance(self, replicas: int) -> float:
         """Return the tokens of the replica that gets most, over the mean of all; 1 without tokens."""

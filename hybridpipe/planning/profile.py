@@ -181,13 +181,13 @@ class LayerProfile:
     def shared_by(self, replicas: int) -> "LayerProfile":
         """Return the layer as one of several replicas has it that share its experts.
 
-        It takes as long as on the replica that gets most tokens; the tokens are those of all replicas, each
-        of which has as many.
+        It takes as long as on the replica that gets most tokens, whose experts are fewer; the tokens are
+        those of all replicas, each of which has as many.
         """
         if self.experts is None or replicas == 1:
             return self
         experts, part = self.experts, math.ceil(self.experts.parameter_bytes / replicas)
-        factor = 1 + experts.share * (experts.imbalance(replicas) - 1)
+        factor = 1 + experts.share * (experts.time_of(replicas) - 1)
         held = self.parameter_bytes - experts.parameter_bytes + part
         joined = self.joined and replace(self.joined, backward_seconds=self.joined.backward_seconds * factor)
         return replace(
@@ -195,12 +195,19 @@ class LayerProfile:
             forward_seconds=self.forward_seconds * factor,
             backward_seconds=self.backward_seconds * factor,
             input_seconds=None if self.input_seconds is None else self.input_seconds * factor,
+            weight_seconds=None if self.weight_seconds is None else self.weight_seconds * factor,
+            accumulate_seconds=self.accumulate_seconds * factor,
             parameter_bytes=held,
             update_seconds=self.update_seconds * (held / self.parameter_bytes if self.parameter_bytes else 1),
             largest_bytes=None if self.largest_bytes is None else min(self.largest_bytes, held),
             joined=joined,
             experts=replace(experts, parameter_bytes=part, replicas=replicas),
         )
+
+    @property
+    def least_part(self) -> float:
+        """The part of its seconds that it takes at least, however many replicas share its experts."""
+        return 1.0 if self.experts is None else 1 + self.experts.share * (self.experts.least_time - 1)
 
     @property
     def own_bytes(self) -> int:

@@ -52,7 +52,8 @@ class Reference:
                 sum(tokens[i] for i in range(len(tokens)) if i * m // len(tokens) == r) for r in range(m)
             ]
             most, total = most + max(parts), total + sum(parts)
-        factor = 1 + experts.share * ((most * m / total if total else 1) - 1)
+        tried = next((seconds for count, seconds in experts.parts if count == m), 1.0)
+        factor = 1 + experts.share * (tried * (most * m / total if total else 1) - 1)
         part = math.ceil(experts.parameter_bytes / m)
         held = one.parameter_bytes - experts.parameter_bytes + part
         joined = one.joined and replace(one.joined, backward_seconds=one.joined.backward_seconds * factor)
@@ -61,6 +62,8 @@ class Reference:
             forward_seconds=one.forward_seconds * factor,
             backward_seconds=one.backward_seconds * factor,
             input_seconds=None if one.input_seconds is None else one.input_seconds * factor,
+            weight_seconds=None if one.weight_seconds is None else one.weight_seconds * factor,
+            accumulate_seconds=one.accumulate_seconds * factor,
             parameter_bytes=held,
             largest_bytes=None if one.largest_bytes is None else min(one.largest_bytes, held),
             update_seconds=one.update_seconds * (held / one.parameter_bytes if one.parameter_bytes else 1),
@@ -486,6 +489,7 @@ def experts_instance(seed):
         num_bytes = draw.randint(10**6, 10**7)
         tokens = tuple(tuple(draw.randint(3, 9) for _ in range(size)) for size in sizes)
         split = ExpertsProfile(draw.randint(0, num_bytes), draw.random(), draw.randint(0, 10**4), tokens)
+        split = replace(split, parts=draw.choice([(), ((2, draw.random()), (3, 1.5))]))
         return replace(one, parameter_bytes=num_bytes, experts=split)
 
     zero = draw.choice([0, 0, "auto"]) if len(ranks) < 4 else 0

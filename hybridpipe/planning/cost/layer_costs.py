@@ -236,8 +236,9 @@ class LayerCosts:
         """Return the costs of layers on a rank that has `rounds` microbatches of an update, shape (layers,).
 
         Args:
-            name: backward, whole (where gradients are reduced after each microbatch), weight, work or
-                products, in seconds, nothing recomputed; kept, in bytes.
+            name: backward, whole (where gradients are reduced after each microbatch), weight, work, least
+                (work, if replicas share experts as it is fastest) or products, in seconds, nothing
+                recomputed; kept, in bytes.
         """
         if (name, rounds) not in self._of_update:
             self._of_update[name, rounds] = self._each(name, rounds)
@@ -257,7 +258,11 @@ class LayerCosts:
                 return np.array([layer.whole_backward(schedule, rounds) for layer in layers]) * self._speed
         backward = np.array([layer.backward(schedule, rounds) for layer in layers]) * self._speed
         forward = np.array([layer.forward_seconds for layer in layers]) * self._speed  # of single layers
-        return backward + forward if name == "work" else backward
+        if name == "backward":
+            return backward
+        parts = [layer.least_part if name == "least" else 1.0 for layer in layers]
+        work: Floats = (backward + forward) * np.array(parts)
+        return work
 
     def longest(self, kinds: Iterable[StageKind], bound: float) -> list[int]:
         """Return, for each kind, a length: the maximum of every longer stage reaches the bound."""
@@ -268,7 +273,7 @@ class LayerCosts:
         n = self.num_layers
         if rounds == 0 or math.isinf(bound):
             return n
-        work = self.of_update("work", self.per_update(kind.replicas))
+        work = self.of_update("least", self.per_update(kind.replicas))
         done = np.concatenate([[0.0], np.cumsum(work)])
         room = max(bound, 0.0) * kind.speed / rounds * (1 + 1e-9) + done[-1] * 1e-9
         stops = np.searchsorted(done, done + room, side="right") - 1

@@ -206,7 +206,7 @@ class _Search:
 
     def least_seconds(self, active: Sequence[int]) -> float:
         """Return seconds that no plan on these ranks undercuts: those in which all of them compute."""
-        work = float(self.costs.of_update("work", self.costs.per_update(1)).sum())
+        work = float(self.costs.of_update("least", self.costs.per_update(1)).sum())
         count = 1 if self.request.traits.whole_minibatch else self.num_microbatches
         return count * work / sum(compute_share(self.cluster, active).values())
 
@@ -362,7 +362,7 @@ class _Search:
     def least_sum(self, graph: SlotGraph) -> float:
         least = 0.0
         if not self.request.traits.is_asynchronous:
-            work = self.costs.of_update("work", 1).sum()
+            work = self.costs.of_update("least", 1).sum()
             weight = self.costs.of_update("weight", self.costs.per_update(1)).sum()
             least, _ = stage_parts(
                 self.request.schedule, self.num_microbatches, 1, float(work), float(weight), 0.0

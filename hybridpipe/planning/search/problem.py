@@ -138,7 +138,8 @@ class Problem:
         [cost] = stage_costs(self.profile, plan, measured_speed(self.profile, self.cluster))
         count = 1 if self.request.traits.whole_minibatch else self.num_microbatches
         speed = sum(map(self.cluster.speed, range(self.num_ranks)))
-        return count * (cost.forward_seconds + cost.backward_seconds) / speed
+        least = min(layer.least_part for layer in self.profile.layers)
+        return count * least * (cost.forward_seconds + cost.backward_seconds) / speed
 
 
 def problems_of(
