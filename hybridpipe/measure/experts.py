@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpipe.health.out_of_memory import is_out_of_memory
 from hybridpipe.measure.stopwatch import Lap, Stopwatch
 from hybridpipe.model.experts import Experts, hold_parts
 from hybridpipe.model.recording import is_recording
 from hybridpipe.planning.layer_parts import ExpertsProfile
 from hybridpipe.stage.stage import Stage
 
-WARM_UP, REPEATS = 1, 5  # of a part of experts
+MOST_PARTS, REPEATS = 16, 5  # of experts that are run in part
 
 
 class CountedExperts:
@@ -28,13 +29,14 @@ class CountedExperts:
         tokens: that each expert has got.
         token_bytes: of rows and weights of these tokens.
         laps: the time of each call.
-        given: tokens, indices and weights of the last call.
+        given: tokens, indices and weights of the last call, if they are kept.
     """
 
-    def __init__(self, module: nn.Module, described: Experts, watch: Stopwatch) -> None:
+    def __init__(self, module: nn.Module, described: Experts, watch: Stopwatch, keeps: bool) -> None:
         self.module, self.described = module, described
         self._forward, self._watch = module.forward, watch
         self.given: tuple[Tensor, Tensor, Tensor] | None = None
+        self._keeps = keeps
         self.tokens = torch.zeros(described.num_experts, dtype=torch.int64)
         self.token_bytes, self.laps = 0, list[Lap]()
 
@@ -44,7 +46,8 @@ class CountedExperts:
         if is_recording() or len(given) != 3:
             return self._forward(*args, **kwargs)
         hidden, index, weights = given
-        self.given = hidden.detach(), index, weights.detach()
+        if self._keeps and len(args) == len(given):
+            self.given = hidden.detach(), index, weights.detach()
         self.tokens += torch.bincount(index.reshape(-1), minlength=len(self.tokens)).cpu()
         row_bytes = hidden.shape[-1] * hidden.element_size() + weights.element_size()
         self.token_bytes += index.numel() * row_bytes
@@ -53,13 +56,28 @@ class CountedExperts:
         self.laps.append(self._watch.since(began))
         return out
 
+    def part(self, replicas: int) -> "_ExpertsAlone":
+        """Return the first part of the experts; ValueError if their last call was not kept."""
+        if self.given is None:
+            raise ValueError("experts are called otherwise than with three tensors by position")
+        tokens, index, weights = self.given
+        alone = nn.Module()
+        alone.add_module("experts", copy.deepcopy(self.module))
+        hold_parts(alone, [self.described._replace(path="experts")], 0, replicas, None)
+        here = index % (self.described.num_experts // replicas)
+        return _ExpertsAlone(alone.get_submodule("experts"), (tokens, here, weights))
+
 
 @contextmanager
 def counting(
-    model: nn.Module, experts: Sequence[Experts], watch: Stopwatch
+    model: nn.Module, experts: Sequence[Experts], watch: Stopwatch, keeps: bool = False
 ) -> Iterator[list[CountedExperts]]:
-    """Count the calls of a model's experts inside this context."""
-    counted = [CountedExperts(model.get_submodule(each.path), each, watch) for each in experts]
+    """Count the calls of a model's experts inside this context.
+
+    Args:
+        keeps: keep what the last call was given.
+    """
+    counted = [CountedExperts(model.get_submodule(each.path), each, watch, keeps) for each in experts]
     own = [vars(each.module).get("forward") for each in counted]  # of a module that has been given one
     for each in counted:
         each.module.forward = each
@@ -120,33 +138,39 @@ def profiles(
 
 
 def _of_parts(modules: Sequence[CountedExperts], watch: Stopwatch) -> tuple[tuple[int, float], ...]:
-    """Return the numbers of replicas that all modules can be shared by, and the seconds of a part beside all.
+    """Return numbers of replicas that can share all modules, and the seconds of one's part beside all.
 
-    Every number of tokens is that of one replica, dealt to the experts of the part.
+    As many tokens as one replica has are dealt to the experts of the part. Parts take turns, since a
+    machine's speed changes. Modules that cannot be run in part by themselves have none.
     """
     counts = [each.described.num_experts for each in modules]
-    least = min(counts, default=0)
-    tried = [m for m in (2**k for k in range(least.bit_length())) if not any(count % m for count in counts)]
-    seconds = {m: sum(_seconds_of_part(each, m, watch) for each in modules) for m in tried}
-    whole = seconds.get(1) or 1.0
-    return tuple((m, taken / whole) for m, taken in seconds.items() if m > 1)
+    doubled = (2**k for k in range(MOST_PARTS.bit_length()))
+    tried = [m for m in doubled if counts and m <= min(counts) and not any(count % m for count in counts)]
+    try:
+        parts = {m: [each.part(m) for each in modules] for m in tried}
+        turns = [
+            {m: sum(each.seconds(watch) for each in parts[m]) for m in tried} for _ in range(1 + REPEATS)
+        ]
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return ()
+    ratios = ((m, [turn[m] / turn[1] for turn in turns[1:] if turn[1]]) for m in tried if m > 1)
+    return tuple((m, statistics.median(each)) for m, each in ratios if each)
 
 
-def _seconds_of_part(experts: CountedExperts, replicas: int, watch: Stopwatch) -> float:
-    """Return the seconds of a forward and a backward of the first part of some experts."""
-    assert experts.given is not None
-    hidden, index, weights = experts.given
-    part = nn.Module()
-    part.add_module("experts", copy.deepcopy(experts.module))
-    described = experts.described._replace(path="experts")
-    hold_parts(part, [described], 0, replicas, None)
-    laps: dict[int, Lap] = {}
-    for repetition in range(WARM_UP + REPEATS):
-        tokens, of_part = hidden.clone().requires_grad_(), index % (described.num_experts // replicas)
+class _ExpertsAlone:
+    """A part of experts by itself, and what it is called with."""
+
+    def __init__(self, module: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._module, self._given = module, given
+
+    def seconds(self, watch: Stopwatch) -> float:
+        """Return the seconds of a forward and a backward."""
+        hidden, index, weights = self._given
+        tokens = hidden.clone().requires_grad_()
         began = watch.now()
         with torch.enable_grad():
-            made = part.get_submodule("experts")(tokens, of_part, weights)
+            made = self._module(tokens, index, weights)
         made.backward(torch.ones_like(made))
-        laps[repetition] = watch.since(began)
-    took = watch.read(laps)
-    return statistics.median(took[i].running_seconds for i in range(WARM_UP, WARM_UP + REPEATS))
+        return watch.read({0: watch.since(began)})[0].running_seconds

@@ -227,7 +227,7 @@ class Rehearsal:
     def _profiles_of_experts(self, at: "_Prepared", watch: Stopwatch) -> dict[int, ExpertsProfile]:
         if not self._experts:
             return {}
-        with counting(self._model, self._experts, watch) as timed:
+        with counting(self._model, self._experts, watch, keeps=True) as timed:
             took = _pass(at.stages, at.microbatches[0], watch)
         forwards = {i: took["forward", i] for i in at.stages}
         return profiles(self.stages, at.counted, timed, forwards, at.which, watch)

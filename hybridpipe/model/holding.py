@@ -18,7 +18,7 @@ def hold(model: nn.Module, parts: Mapping[str, HeldPart], numbers: Numbers | Non
 
     Args:
         parts: by key; a parameter in several places is there under each of its keys.
-        numbers: of parameters on the meta device.
+        numbers: of parameters on the meta device; None: their parts stay there.
     """
     for uses in uses_of(model).values():
         key, module = uses[0]
@@ -26,8 +26,7 @@ def hold(model: nn.Module, parts: Mapping[str, HeldPart], numbers: Numbers | Non
             continue
         parameter: Tensor = module._parameters[key.rpartition(".")[2]]  # type: ignore[assignment]  # none is None
         whole = parameter.detach()
-        if whole.is_meta:
-            assert numbers is not None
+        if whole.is_meta and numbers is not None:
             whole = numbers.of([key])[key]
         made = part_of(parameter, whole, parts[key])
         for other, holder in uses:

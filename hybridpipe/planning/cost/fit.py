@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hybridpipe.planning.layer_parts import ExpertsProfile
 from hybridpipe.planning.profile import JoinedProducts, LayerProfile, ModelProfile
 
 # Deviations within the noise of timings; beyond them a link counts as shared, or a machine as different.
@@ -204,6 +205,7 @@ def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
             joined=replace(joined[0], **_medians(joined, *PRODUCT_TIMES)) if joined else None,
             weight_seconds=weight,
             input_seconds=of_inputs,
+            experts=_median_experts([each.experts for each in measured if each.experts is not None]),
             **medians,
         )
 
@@ -213,3 +215,13 @@ def typical(profiles: Sequence[ModelProfile]) -> ModelProfile:
         for of_ranks in zip(*(profile.others for profile in profiles), strict=True)
     )
     return replace(profiles[0], layers=layers, others=others, load=len(profiles))
+
+
+def _median_experts(measured: Sequence[ExpertsProfile]) -> ExpertsProfile | None:
+    """Return the experts of a layer with the medians of their times; None: there are none."""
+    if not measured:
+        return None
+    known = [dict(each.parts) for each in measured]
+    counts = [count for count in known[0] if all(count in each for each in known)]
+    parts = tuple((count, median(each[count] for each in known)) for count in counts)
+    return replace(measured[0], share=median(each.share for each in measured), parts=parts)

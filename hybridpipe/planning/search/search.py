@@ -149,8 +149,10 @@ def _searched(
     outlook, simplest = _Outlook(), None
     for tensor in profile.tensors:
         shards = tensor // profile.tensor
+        if tensor % profile.tensor or not can_pool(cluster, shards):
+            continue
         count = (num_ranks or cluster.num_ranks) // shards
-        if not count or not can_pool(cluster, shards):
+        if not count:
             continue
         split, few = profile.split_over(tensor), pooled_cluster(cluster, shards)
         problems = problems_of(split, few, minibatch, sizes, request, count)

@@ -436,7 +436,9 @@ class Planner:
     def _numbers_of_shards(self, layers: Layers) -> list[int]:
         """Return the numbers of shards whose layers are measured. Collective."""
         if isinstance(self._given, Plan):
-            return sorted({stage.tensor for stage in self._given.stages} - {1})
+            self._tensors_of(self._given)  # what cannot be split is told as such
+            counts = {stage.tensor for stage in self._given.stages}
+            return list(counts - {1}) if len(counts) == 1 else []  # others are not predicted
         given = self._request.tensor_plan
         if given is None or self._given != AUTO:
             return []

@@ -51,8 +51,8 @@ def first_shard(
         ValueError: the shards do not divide a weight.
     """
     copy, sums = layers.copied(), CountedSums(count)
-    if numbers is not None:
-        numbers.fill_for_measuring(copy.model)
     modules = split_modules_of(copy.model, given)
     split_tensors(copy.model, modules, _parts(copy.model, layers, modules, count), sums, None)
+    if numbers is not None:
+        numbers.fill_for_measuring(copy.model)  # of parts: whole ones may not fit
     return copy, sums

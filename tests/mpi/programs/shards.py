@@ -1,9 +1,9 @@
-"""Under mpirun with two ranks: a plan with shards is predicted, or chosen where nothing else fits.
+"""Under mpirun with two ranks: a plan with shards trains where the model fits no rank, as is predicted.
 
 Usage: shards.py [LIMIT]. Without a limit a given plan of two shards runs, and nothing is measured before. It
 prints what each rank's process had when the model was made, and what it had more in training at most: all
-memory but pages of files, the whole weights that it had before left out. LIMIT is of a rank, in bytes; a plan
-is then chosen, and what is predicted of each rank printed.
+memory but pages of files, the whole weights that it had before left out. LIMIT is of a rank, in bytes; what
+is predicted of each rank is then printed.
 """
 
 import importlib
@@ -51,7 +51,8 @@ def main():
         optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-4),
         minibatch_size=32,
         tensor_plan={"*.up": "colwise", "*.down": "rowwise"},
-        **({"plan": "auto", "memory": int(sys.argv[1])} if sys.argv[1:] else {"plan": given}),
+        plan=given,
+        memory=int(sys.argv[1]) if sys.argv[1:] else None,
     )
     inputs, targets = torch.randn(SAMPLES, FEATURES), torch.randint(0, CLASSES, (SAMPLES,))
     trainer.fit(torch.utils.data.TensorDataset(inputs, targets), epochs=2)
