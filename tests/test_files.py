@@ -276,7 +276,7 @@ def test_wrong_values(tmp_path: Path, name: str, field: str, value: Any, told: s
             "profile.json",
             "others[0].samples",
             8,
-            "others: must be of different samples or tensor each, got",
+            "others: must be of different samples or tensor each, got [8, 8]",
         ),
         ("plan.json", "num_layers", 22, "the last stage must stop at num_layers = 22, got 21"),
         (

@@ -46,7 +46,7 @@ def _rows(run: Run, group: str, found: dict) -> Iterator[Row]:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Return a table of the plans' milliseconds, predicted and measured, each with its place."""
+    """Return a table of the plans' milliseconds, predicted and measured."""
     return results.table(lines(rows))
 
 
@@ -54,17 +54,15 @@ def lines(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
     """Yield a line for each model, network and plan."""
     for group in results.groups(rows):
         names = results.ways(rows, group)
-        both = {name: [results.median(rows, group, name, kind) for kind in KINDS] for name in names}
-        for name, (predicted, measured) in both.items():
-            fastest = [name == min(both, key=lambda each, i=i: both[each][i]) for i in range(len(KINDS))]
+        for name in names:
+            predicted, measured = (
+                results.median(rows, group, name, each) for each in ("predicted", "seconds")
+            )
             yield {
                 "model, network": group,
                 "plan": name,
-                "predicted, ms": milliseconds(predicted) + ", fastest" * fastest[0],
-                "measured, ms": milliseconds(measured) + ", fastest" * fastest[1],
+                "predicted, ms": milliseconds(predicted),
+                "measured, ms": milliseconds(measured),
                 "measured / predicted": number(measured / predicted),
                 "auto": results.last(rows, group, name)["auto"],
             }
-
-
-KINDS = ("predicted", "seconds")

@@ -79,8 +79,6 @@ def of_blocks(make: type, *sizes: int, count: int = 4) -> nn.Sequential:
 TASKS = {
     "tensors": (lambda: of_blocks(Block, 512, 4096), "tensor_plan"),
     "experts": (lambda: of_blocks(Mixture, 8, 256, 1024), "expert_plan"),
-    "tiny-tensors": (lambda: of_blocks(Block, 8, 16), "tensor_plan"),
-    "tiny-experts": (lambda: of_blocks(Mixture, 4, 8, 16), "expert_plan"),
 }
 
 
@@ -126,7 +124,7 @@ def main() -> None:
 
     chooser, _ = trained("auto", 1)
     rank, choice = chooser.world.rank, chooser.choice
-    found = {"auto": chooser.plan.name, "auto_schedule": chooser.plan.schedule, "plans": {}}
+    found = {"auto": chooser.plan.name, "plans": {}}
     chooser.close()
     for name in options.variant.split(","):
         plan = plan_of(name, choice.profile.num_layers)

@@ -75,10 +75,10 @@ def _changed(
         return plan, changed
     count = ceil_div(plan.num_microbatches * options.ranks, cluster.num_ranks)
     count = 1 if plan.traits.whole_minibatch else count
-    samples = profile.samples * count
-    return search_sizes(profile.of_one_size, changed, samples, PlanRequest.of(plan), options.ranks)[
-        0
-    ].plan, changed
+    found = search_sizes(
+        profile.of_one_size, changed, profile.samples * count, PlanRequest.of(plan), options.ranks
+    )
+    return found[0].plan, changed
 
 
 def _print_figures(plan: Plan, before: Plan | None) -> None:

@@ -13,7 +13,9 @@ FLAT, QUARTER = "16, 10 Gbit/s each", "4×4, 10 Gbit/s a server, a quarter each"
 def test_ours_is_the_published_choice_or_better(model, cluster):
     """All about a search is asked in one test: GNMT's takes a minute on a slow machine."""
     figures = compared(model, CLUSTERS[cluster])
-    assert figures["published"] or PUBLISHED.get(model) not in ("dp", "straight")
+    on_any_number = PUBLISHED.get(model) in ("dp", "straight")
+    on_16 = model in PUBLISHED and CLUSTERS[cluster].num_ranks == 16
+    assert bool(figures["published"]) == (on_any_number or on_16)
     if figures["published"]:
         assert figures["seconds"] <= figures["published_seconds"] * (1 + 1e-9)
     if (model, cluster) in CHARACTER:

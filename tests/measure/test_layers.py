@@ -7,27 +7,20 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hybridpipe.files import read_profile, write_json
 from hybridpipe.measure import layers as module
 from hybridpipe.measure import turns
 from hybridpipe.measure.layers import Rehearsal, measure
-from hybridpipe.measure.stopwatch import Took
 from hybridpipe.model.layers import layers_of
 from hybridpipe.model.precision import Precision
 from hybridpipe.planning.profile import SharedParameter
 from hybridpipe.stage import wgrad
+from tests.measure.helpers import CountingStopwatch
 from tests.stage.helpers import Call, OnFirst, fork, join
 
 FLOAT, LONG = 4, 8  # bytes
 cross_entropy = nn.functional.cross_entropy
-MATRIX_PRODUCTS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.addmm_.default,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -39,39 +32,6 @@ def few_repeats(monkeypatch):
 def batched_from_512_x_512_on(monkeypatch):
     """Smaller weights than in a training, so that tests are quick."""
     monkeypatch.setattr(wgrad, "LEAST_ELEMENTS", 512 * 512)
-
-
-class CountingStopwatch(TorchDispatchMode):
-    """A stopwatch that counts operations, so that a figure is the same on any machine under any load.
-
-    A matrix product counts its multiplications, a view nothing, and any other operation the elements of its
-    result, or of its arguments where it has no result, as a fused optimizer's step.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.count = 0
-        self.__enter__()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        if not operation.is_view:
-            leaves = tree_leaves(args if result is None else result)
-            elements = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
-            self.count += elements * (len(args[-1]) if operation in MATRIX_PRODUCTS else 1)
-        return result
-
-    def now(self) -> Took:
-        return Took(self.count)
-
-    def since(self, began: Took) -> Took:
-        return Took(self.count - began.seconds)
-
-    def read(self, laps):
-        return laps
-
-    def close(self) -> None:
-        self.__exit__(None, None, None)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 Not known here: candidates. Invariant: a problem that exists is small enough to be searched.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from hybridpipe.planning.cluster import Cluster
@@ -16,6 +16,7 @@ from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.schedules.registry import DEFAULT, TRAITS
 from hybridpipe.planning.search.variants import fitted
+from hybridpipe.planning.shards import can_pool, pooled_cluster
 from hybridpipe.planning.shared_parameters import may_run
 
 # Beyond these limits a search would take minutes; far beyond, the input is a mistake.
@@ -149,24 +150,35 @@ def problems_of(
     sizes: Mapping[int, int],
     request: PlanRequest,
     num_ranks: int | None,
-) -> list[Problem]:
-    """Return one problem for each requested schedule and size; `sizes` maps samples to microbatches.
+) -> Iterator[list[Problem]]:
+    """Yield, for each number of shards, one problem for each requested schedule and size.
 
-    A cluster whose ranks stand for several shards has those of the schedules that may have some.
+    Numbers are the profile's, fewest first, and those that neighbours in the cluster allow. With several
+    shards there is none under asynchronous schedules.
+
+    Args:
+        sizes: microbatches of a minibatch, by their samples.
+        num_ranks: ranks that may be used; None: all.
     """
-    return [
-        Problem(
-            profile.scaled_to(samples),
-            cluster,
-            count,
-            cluster.num_ranks if num_ranks is None else num_ranks,
-            request.under(schedule),
-            is_alternative=schedule != request.schedules[0],
-        )
-        for schedule in request.compared(cluster.memory_bytes is not None)
-        if cluster.shards == 1 or not TRAITS[schedule].is_asynchronous
-        for samples, count in ({minibatch: 1} if TRAITS[schedule].whole_minibatch else sizes).items()
-    ]
+    ranks = cluster.num_ranks if num_ranks is None else num_ranks
+    for tensor in profile.tensors:
+        more = tensor // cluster.shards
+        if tensor % cluster.shards or more > ranks or not can_pool(cluster, more):
+            continue
+        split, pooled = profile.split_over(tensor), pooled_cluster(cluster, more)
+        yield [
+            Problem(
+                split.scaled_to(samples),
+                pooled,
+                count,
+                ranks // more,
+                request.under(schedule),
+                is_alternative=schedule != request.schedules[0],
+            )
+            for schedule in request.compared(cluster.memory_bytes is not None)
+            if tensor == 1 or not TRAITS[schedule].is_asynchronous
+            for samples, count in ({minibatch: 1} if TRAITS[schedule].whole_minibatch else sizes).items()
+        ]
 
 
 def short_name(plan: Plan) -> str:

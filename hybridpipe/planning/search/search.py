@@ -18,7 +18,7 @@ ones, which change the mathematics.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hybridpipe.planning.cluster import Cluster
@@ -42,7 +42,7 @@ from hybridpipe.planning.search.proposals import (
     straight_plans,
 )
 from hybridpipe.planning.search.refine import FAR, refine
-from hybridpipe.planning.shards import can_pool, pooled, pooled_cluster, unpooled
+from hybridpipe.planning.shards import pooled, unpooled
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 
 __all__ = [
@@ -114,7 +114,9 @@ def search(
         ValueError: more ranks are requested than the cluster has, or the model or the cluster is too large.
     """
     minibatch = profile.samples * num_microbatches
-    return _searched(profile, cluster, minibatch, {profile.samples: num_microbatches}, request, num_ranks)
+    return _searched(
+        problems_of(profile, cluster, minibatch, {profile.samples: num_microbatches}, request, num_ranks)
+    )
 
 
 def search_sizes(
@@ -133,35 +135,23 @@ def search_sizes(
     """
     sizes = [samples for samples in profile.sizes if samples <= minibatch] or [minibatch]
     counts = {samples: ceil_div(minibatch, samples) for samples in sizes}
-    return _searched(profile, cluster, minibatch, counts, request, num_ranks)
+    return _searched(problems_of(profile, cluster, minibatch, counts, request, num_ranks))
 
 
-def _searched(
-    profile: ModelProfile,
-    cluster: Cluster,
-    minibatch: int,
-    sizes: Mapping[int, int],
-    request: PlanRequest,
-    num_ranks: int | None,
-) -> list[Candidate]:
-    """Return the candidates of every number of shards, schedule and size, best first."""
+def _searched(groups: Iterable[Sequence[Problem]]) -> list[Candidate]:
+    """Return the candidates, best first.
+
+    Args:
+        groups: one for each number of shards, of problems that differ in schedule and size.
+    """
+    simplest, *others = groups
     found: list[Candidate] = []
-    outlook, simplest = _Outlook(), None
-    for tensor in profile.tensors:
-        shards = tensor // profile.tensor
-        if tensor % profile.tensor or not can_pool(cluster, shards):
-            continue
-        count = (num_ranks or cluster.num_ranks) // shards
-        if not count:
-            continue
-        split, few = profile.split_over(tensor), pooled_cluster(cluster, shards)
-        problems = problems_of(split, few, minibatch, sizes, request, count)
-        simplest = simplest or problems[0]
-        each = _found(problems, outlook) if problems else ()
-        found += [replace(one, plan=unpooled(one.plan, shards)) for one in each]
+    outlook = _Outlook()
+    for problems in (simplest, *others):
+        for each in _found(problems, outlook) if problems else ():
+            found.append(replace(each, plan=unpooled(each.plan, problems[0].cluster.shards)))
     if not found:
-        assert simplest is not None
-        raise NoPlanFits(how_far(simplest))
+        raise NoPlanFits(how_far(simplest[0]))
     return ranked(found)
 
 

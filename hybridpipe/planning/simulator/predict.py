@@ -83,7 +83,8 @@ def predict(
     plan.check_world(cluster.num_ranks)
     if plan.splits_tensors:
         few, split, machines = pooled(plan, profile, cluster)
-        return _of_shards(plan, *predict(few, split, machines, limit))
+        timeline, predicted = predict(few, split, machines, limit)
+        return _of_all_shards(timeline, plan.stages[0].tensor), of_shards(predicted, plan.stages[0].tensor)
     _check_size(plan)
     costs = stage_costs(profile, plan, measured_speed(profile, cluster))
     if plan.is_asynchronous:
@@ -99,11 +100,10 @@ def predict(
     )
 
 
-def _of_shards(plan: Plan, timeline: Timeline, predicted: Prediction) -> tuple[Timeline, Prediction]:
+def _of_all_shards(timeline: Timeline, tensor: int) -> Timeline:
     """Return what all shards do, from what their leaders do, whose ranks are numbered without the others."""
-    tensor = plan.stages[0].tensor
-    events = {rank * tensor + i: each for rank, each in timeline.events.items() for i in range(tensor)}
-    return Timeline(events), of_shards(predicted, tensor)
+    leaders = timeline.events.items()
+    return Timeline({leader * tensor + i: events for leader, events in leaders for i in range(tensor)})
 
 
 def _programs(plan: Plan, num_microbatches: int) -> Mapping[int, Program]:

@@ -67,14 +67,14 @@ def test_sharded_updates_equal_brute_force(batch):
     assert min(seen[1, True], seen[1, False], seen[0, False]) > 0, seen
 
 
-@pytest.mark.parametrize("batch", [0, *map(rare, range(1, 10))])
+@pytest.mark.parametrize("batch", [0, *map(rare, range(1, 5))])
 def test_split_experts_equal_brute_force(batch):
     """Over all cuts, placements, and choices of what splits its experts, by stage."""
     seen = Counter()
-    for seed in range(batch, NUM_LIMITED, 10):
+    for seed in range(batch, NUM_LIMITED, 5):
         for plan in same_as_brute_force(*experts_instance(seed), seed)[:1]:
             seen.update(stage.experts for stage in plan.stages if stage.replicas > 1)
-    assert min(seen[True], seen[False]) > 1, seen
+    assert min(seen[True], seen[False]) > 4, seen
 
 
 @pytest.mark.parametrize("batch", [0, *map(rare, range(1, 5))])
