@@ -1,4 +1,4 @@
-"""Axes: which way to divide the work is fastest by prediction, for two models, several networks and memories.
+"""Axes: which way to divide the work is fastest by prediction, per model, network and memory.
 
     python benchmarks/run.py axes --measured DIR          DIR: the --out of a run of split_stages
 
