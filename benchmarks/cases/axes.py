@@ -1,10 +1,11 @@
 """Axes: which way to divide the work is fastest by prediction, per model, network and memory.
 
-    python benchmarks/run.py axes --measured DIR          DIR: the --out of a run of split_stages
+    python benchmarks/run.py axes [--measured DIR]        DIR: the --out of a run of split_stages
 
-The profiles are those that split_stages has measured. Hosts have four ranks with a processor each, which
-reach each other with 10 GB/s; the hosts' links have the rate. Limited memory is a part of what a rank needs
-under data parallelism. A dash: there is no such plan among the candidates, which leave out hopeless ones.
+The profiles are those of the last round that split_stages has measured. Hosts have four ranks with a
+processor each, which reach each other with 10 GB/s; the hosts' links have the rate. Limited memory is a part
+of what a rank needs under data parallelism. A dash: there is no such plan among the candidates, which leave
+out hopeless ones.
 """
 
 import argparse
@@ -34,7 +35,8 @@ DATA, STAGES, ZERO, EXPERTS, SHARDS = "replicas", "stages", "zero", "experts", "
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's own options."""
-    parser.add_argument("--measured", type=Path, required=True, metavar="DIR", help="--out of split_stages")
+    default = Path("runs") / "split_stages"
+    parser.add_argument("--measured", type=Path, default=default, metavar="DIR", help="--out of split_stages")
 
 
 def measure(run: Run) -> Iterator[Row]:
@@ -43,8 +45,11 @@ def measure(run: Run) -> Iterator[Row]:
         group = f"{model}, {hosts} × {RANKS} ranks, {gbit} Gbit/s, memory {memory}"
         if not run.wants(group, "all") or (hosts == 1 and gbit != GBITS[0]):
             continue
-        [path] = (run.options.measured / f"{model}-1gbit").glob("round*/profile.json")
-        profile = read_profile(path).of_one_size
+        folder = run.options.measured / f"{model}-1gbit"
+        measured = sorted(folder.glob("round*/profile.json"))
+        if not measured:
+            raise SystemExit(f"axes: no profile in {folder}; --measured names the --out of split_stages")
+        profile = read_profile(measured[-1]).of_one_size
         yield Row(group, "all", run.round, best_of(profile, machines(profile, hosts, gbit, MEMORY[memory])))
 
 
