@@ -14,10 +14,12 @@ from hybridpipe.collectives.backends import open_collectives
 from hybridpipe.comm.groups import WatchedComm
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.status import rank_status
+from hybridpipe.health import failure
 from hybridpipe.model.held_part import axis_of
 from hybridpipe.optim.gradient_sync import BucketSync, GradientSync
 from hybridpipe.optim.sharded_sync import ShardedSync
 from hybridpipe.optim.shares import ReplicaShares, axes_of
+from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.stage.stage import Stage
 from hybridpipe.stage.weights import sparse_parameters
@@ -59,7 +61,7 @@ def replication(
     stages: Sequence[Stage],
     replicas: WatchedComm,
     transport: MpiTransport,
-    compression: str,
+    rule: UpdateRule,
     shared: Collection[Tensor],
 ) -> Replication:
     """Tie the rank at `place` to the other replicas of its stage. Collective over them.
@@ -81,11 +83,15 @@ def replication(
     zero, scatters = plan.zero_of(place.stage), plan.scatters(place.stage)
     alike = [p for p in parameters if axis_of(p) != "replica"]
     if not zero:
-        sync = BucketSync(alike, replicas, collectives, compression, sparse, late)
+        sync = BucketSync(alike, replicas, collectives, rule.compression, sparse, late)
         return Replication(parameters, sync, None, place)
     frees = zero == 2
-    shares = ReplicaShares(parameters, replicas.rank, replicas.ranks, collectives.all_gather, sparse, frees)
+    with failure.guard():  # the user's factory may fail on this rank alone
+        whole = rule.needs_whole(parameters)
+    shares = ReplicaShares(
+        parameters, replicas.rank, replicas.ranks, collectives.all_gather, sparse, whole, frees
+    )
     sync = ShardedSync(
-        alike, replicas, collectives, shares, scatters, frees, shared, compression, sparse, late
+        alike, replicas, collectives, shares, scatters, frees, shared, rule.compression, sparse, late
     )
     return Replication(parameters, sync, shares, place)

@@ -153,7 +153,7 @@ class Worker:
         names |= {p: key for stage in stages for p, key in stage.layers.parameters().items()}
         rule = rule.naming(names)
         groups = self._groups_that_share(stages)
-        tie = replication(plan, place, stages, replicas, self.transport, rule.compression, groups)
+        tie = replication(plan, place, stages, replicas, self.transport, rule, groups)
         with failure.guard():  # the user's factory may fail on this rank alone
             why = rule.why_not_predicted(tie.parameters, plan)
             has_all = plan.num_groups == 1

@@ -37,6 +37,7 @@ from hybridpipe.model.layers import Layers, layers_of, shared_parameters
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import Tree, map_tensors, norms
+from hybridpipe.optim.combined import made_by, step_hooks
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.named import with_names
 from hybridpipe.planning.layer_parts import ExpertsProfile, SumsProfile
@@ -518,8 +519,8 @@ def _measure_updates(
             gradients[i] = [p.grad for p in parameters if p.grad is not None]
             for gradient in gradients[i]:
                 gradient.zero_()  # a step with zero gradients takes as long and leaves the copy usable
-            optimizers[i] = made = with_names(optimizer, stage.layers.parameters())(parameters)
-            for hooks in (made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks):
+            optimizers[i] = made_by(with_names(optimizer, stage.layers.parameters()), parameters)
+            for hooks in step_hooks(optimizers[i]):
                 hooks.clear()  # the user's may change more than this copy of the model
 
     def steps() -> dict[int, Took]:

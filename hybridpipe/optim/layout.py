@@ -2,7 +2,8 @@
 
 Knows numbers of elements; no tensors and no messages. Source: ZeRO (Rajbhandari et al., SC 2020, section 5).
 Invariant: each element belongs to one replica, and a part begins at a multiple of UNIT elements of its
-parameter, so that a vectorised kernel rounds each element as it does over the whole parameter.
+parameter, so that a vectorised kernel rounds each element as it does over the whole parameter. Parameters
+may be dealt whole.
 """
 
 from collections.abc import Sequence
@@ -21,16 +22,27 @@ class ShardLayout:
 
     Args:
         counts: elements of each parameter.
+        whole: each parameter lies in one share: the largest come first, each goes where least is.
 
     Attributes:
         offsets: of each parameter in the buffer.
-        share: elements of a replica's share; the last shares may be padding in part.
+        share: elements of a replica's share; shares may be padding in part.
     """
 
-    def __init__(self, counts: Sequence[int], replicas: int) -> None:
-        self._counts = tuple(counts)
-        *offsets, total = accumulate(map(padded, counts), initial=0)
-        self.offsets, self.replicas = tuple(offsets), replicas
+    def __init__(self, counts: Sequence[int], replicas: int, whole: bool = False) -> None:
+        self._counts, self.replicas = tuple(counts), replicas
+        sizes = [*map(padded, counts)]
+        if whole:
+            filled, places = [0] * replicas, dict[int, tuple[int, int]]()
+            for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+                owner = filled.index(min(filled))
+                places[i] = owner, filled[owner]
+                filled[owner] += sizes[i]
+            self.share = max(filled)
+            self.offsets = tuple(places[i][0] * self.share + places[i][1] for i in range(len(sizes)))
+            return
+        *offsets, total = accumulate(sizes, initial=0)
+        self.offsets = tuple(offsets)
         self.share = padded(-(-total // replicas))
 
     @property

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hybridpipe.stage.state import NAMES
@@ -29,7 +28,7 @@ def with_names(factory: OptimizerFactory, names: Mapping[Tensor, str]) -> Optimi
     if not asks:
         return factory
 
-    def named(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    def named(parameters: Iterable[Tensor]) -> Any:
         return factory([(names[getattr(p, STANDS_FOR, p)], p) for p in parameters])
 
     return named

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridpipe.optim.combined import kind_of, members_of
+
 _Direction = Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor | None]
 
 
@@ -55,13 +57,15 @@ WAYS = {
 
 def why_not_predicted(optimizer: torch.optim.Optimizer | None, prediction: str) -> str | None:
     """Return why weights cannot be predicted from the optimizer's state; None if they can, or need not."""
-    if optimizer is None or prediction not in WAYS or type(optimizer) in WAYS[prediction].optimizers:
+    kinds = {type(each) for each in members_of(optimizer)}
+    if prediction not in WAYS or kinds.issubset(WAYS[prediction].optimizers):
         return None
+    assert optimizer is not None
     *others, last = (each.__name__ for each in WAYS[prediction].optimizers)
-    fitting = [name for name, way in WAYS.items() if type(optimizer) in way.optimizers]
+    fitting = [name for name, way in WAYS.items() if kinds.issubset(way.optimizers)]
     return (
         f"prediction = {prediction!r} reads the state of torch's own {' or '.join([*others, last])}, got "
-        f"{type(optimizer).__name__}: set prediction = {(fitting or ['off'])[0]!r}"
+        f"{kind_of(optimizer)}: set prediction = {(fitting or ['off'])[0]!r}"
     )
 
 

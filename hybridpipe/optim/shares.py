@@ -29,20 +29,23 @@ class FlatBucket:
     Args:
         parameters: contiguous ones.
         replica: this rank's, in the order of the all-gather.
+        whole: none of them is cut.
 
     Attributes:
         layout: their places in the buffer.
         ranges: the elements of each that this replica updates, perhaps none.
-        parts: tensors of one dimension that stand for these elements, where there are any.
+        parts: tensors that stand for these elements, where there are any (`part_of`).
     """
 
-    def __init__(self, parameters: Sequence[Tensor], replica: int, replicas: int) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], replica: int, replicas: int, whole: bool = False
+    ) -> None:
         self.parameters = tuple(parameters)
-        self.layout = ShardLayout([p.numel() for p in parameters], replicas)
+        self.layout = ShardLayout([p.numel() for p in parameters], replicas, whole)
         self.ranges = {p: self.layout.part(i, replica) for i, p in enumerate(parameters)}
         self.weights = parameters[0].detach()[:0]
         self.parts = {
-            p: nn.Parameter(p.detach().view(-1)[part.start : part.stop], p.requires_grad)
+            p: nn.Parameter(part_of(p.detach(), part), p.requires_grad)
             for p, part in self.ranges.items()
             if part
         }
@@ -64,7 +67,7 @@ class FlatBucket:
             within.copy_(p.detach().view(-1))
             p.data = within.view(p.shape)
             if p in self.parts:
-                self.parts[p].data = within[self.ranges[p].start : self.ranges[p].stop]
+                self.parts[p].data = part_of(p.data, self.ranges[p])
         self.weights = weights
 
 
@@ -80,6 +83,7 @@ class ReplicaShares:
         replica: this rank's, in the order of the all-gather.
         ranks: of all replicas, in the world.
         sparse: parameters whose gradients may be sparse.
+        whole: parameters that one replica updates, since their optimizer looks at all elements of each.
         frees: gradients of other replicas' elements shall not stay in memory until the update.
 
     Attributes:
@@ -95,6 +99,7 @@ class ReplicaShares:
         ranks: Sequence[int],
         gather: Gather,
         sparse: Collection[Tensor] = (),
+        whole: Collection[Tensor] = (),
         frees: bool = False,
     ) -> None:
         given, self._ranks, self._gather, self._frees = list(parameters), ranks, gather, frees
@@ -103,9 +108,9 @@ class ReplicaShares:
         for p in given:
             is_array = p.is_contiguous() and p.ndim and p.numel()
             if is_array and p not in sparse and p not in overlapping and axis_of(p) != "replica":
-                kinds[p.dtype, p.device, p.requires_grad].append(p)
+                kinds[p.dtype, p.device, p.requires_grad, p in whole].append(p)
         buckets = [bucket for alike in kinds.values() for bucket in filled(alike)]
-        self.buckets = [FlatBucket(bucket, replica, len(ranks)) for bucket in buckets]
+        self.buckets = [FlatBucket(each, replica, len(ranks), each[0] in whole) for each in buckets]
         self.ranges = {p: part for bucket in self.buckets for p, part in bucket.ranges.items()}
         self.parts = {p: p for p in given if p not in self.ranges}
         for bucket in self.buckets:
@@ -138,6 +143,7 @@ class ReplicaShares:
         part = self.parts.get(parameter)
         if part is None:
             return
+        gradient = gradient.view(part.shape)
         if part.grad is None:
             part.grad = gradient.clone() if copies else gradient
         else:
@@ -167,6 +173,16 @@ class ReplicaShares:
             torch.autograd.graph.increment_version(parameter)
 
 
+def is_all(part: range, parameter: Tensor) -> bool:
+    """Return True if a part has all elements of a parameter."""
+    return len(part) == parameter.numel()
+
+
+def part_of(parameter: Tensor, part: range) -> Tensor:
+    """Return a view of some elements of a parameter, in its shape if they are all, else of one dimension."""
+    return parameter if is_all(part, parameter) else parameter.view(-1)[part.start : part.stop]
+
+
 def axes_of(parameter: Tensor, shares: ReplicaShares | None) -> set[str]:
     """Return the axes of `Place` along which ranks update different elements of a parameter."""
     axis = axis_of(parameter)
@@ -188,7 +204,8 @@ def take_over(
     for p in [p for p in optimizer.state if p in ranges]:
         state = optimizer.state.pop(p)
         if p in parts:
-            optimizer.state[parts[p]] = join([Piece(state)], p.shape, ranges[p], copies=True)
+            part = None if is_all(ranges[p], p) else ranges[p]
+            optimizer.state[parts[p]] = join([Piece(state)], p.shape, part, copies=True)
 
 
 def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:

@@ -6,7 +6,7 @@ states are as before, and what takes steps is another optimizer of the same fact
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,8 +17,9 @@ from torch.optim import optimizer as of_any
 
 from hybridpipe.errors import told
 from hybridpipe.model.rng import preserved_state, seed_generators
+from hybridpipe.optim.combined import kind_of, members_of, step_hooks
 from hybridpipe.optim.named import STANDS_FOR
-from hybridpipe.optim.shares import take_over
+from hybridpipe.optim.shares import part_of, take_over
 
 # Those of torch that update an element from its own gradient and state. A subclass may do anything.
 ELEMENTWISE = (
@@ -105,12 +106,12 @@ def why_not_apart(
         if OVERLAPPING not in str(failed):
             make(own)  # raises where it fails without a trial, too
         return f"the optimizer {_untried(failed)}"
-    name = "the optimizer" if optimizer is None else type(optimizer).__name__
+    name = "the optimizer" if optimizer is None else kind_of(optimizer)
     groups = [] if optimizer is None else optimizer.param_groups
     rates, apart = [group.get("lr") for group in groups], _options(groups)
     if apart and (hook := _hook(optimizer)):
         return f"{name} has the step hook {hook}, which may look beyond and is not run for a trial"
-    is_known = not apart or _is_known(optimizer, ELEMENTWISE if ranges else TENSORWISE)
+    is_known = not apart or _is_known(optimizer, ranges)
     del optimizer, groups  # with its state
     with trial.lending():
         try:
@@ -237,7 +238,7 @@ class _Trial:
                 group["lr"] = TRIED_RATE
         for step in range(NUM_STEPS):
             if ranges and step == of.whole_until:
-                cut = {p: nn.Parameter(p.detach().view(-1)[_slice(ranges[p])]) for p in ranges if ranges[p]}
+                cut = {p: nn.Parameter(part_of(p.detach(), ranges[p])) for p in ranges if ranges[p]}
                 take_over(optimizer, cut, ranges)
                 parts = {p: p for p in given if p not in ranges} | cut
             for i, p in enumerate(self._all):
@@ -247,7 +248,7 @@ class _Trial:
                     gradient = (self._gradients[p].roll(step) * size).to(self._device)
                     gradient = gradient.to_sparse(1) if p in self._sparse else gradient
                     is_part = parts[p] is not p
-                    parts[p].grad = gradient.view(-1)[_slice(ranges[p])] if is_part else gradient
+                    parts[p].grad = part_of(gradient, ranges[p]) if is_part else gradient
                 elif p in parts:
                     parts[p].grad = None
             optimizer.step()
@@ -262,7 +263,33 @@ class _Trial:
         ]
 
 
-def _is_known(optimizer: torch.optim.Optimizer | None, kinds: Collection[type]) -> bool:
+def _is_known(optimizer: torch.optim.Optimizer | None, ranges: Mapping[Tensor, range]) -> bool:
+    """Return True for optimizers that are known to update these elements by themselves."""
+    cut = {p for p, part in ranges.items() if 0 < len(part) < p.numel()}
+    return all(
+        is_of(each, ELEMENTWISE if any(p in cut for p in parameters_of(each)) else TENSORWISE)
+        for each in members_of(optimizer)
+    )
+
+
+def needs_whole(make: Make, parameters: Sequence[Tensor]) -> set[Tensor]:
+    """Return the parameters whose optimizer is known to update each by itself, but not each element."""
+    real = [p for p in parameters if not p.is_meta]
+    with _Trial(make, real, real, NO_RANGES, ()).lending() if real else nullcontext():
+        try:
+            members = members_of(make(parameters))
+        except Exception:  # whatever a user's factory raises; `why_not_apart` says so
+            return set()
+    found = (each for each in members if is_of(each, TENSORWISE) and not is_of(each, ELEMENTWISE))
+    return {p for each in found for p in parameters_of(each)}
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of all groups."""
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def is_of(optimizer: torch.optim.Optimizer, kinds: Collection[type]) -> bool:
     """Return True for an optimizer of these classes whose step is torch's alone."""
     return type(optimizer) in kinds and "step" not in vars(optimizer)
 
@@ -270,8 +297,7 @@ def _is_known(optimizer: torch.optim.Optimizer | None, kinds: Collection[type]) 
 def _hook(optimizer: torch.optim.Optimizer | None) -> str | None:
     """Return the name of a function that runs before or after a step, if any."""
     kinds: list[dict[int, Any]] = [of_any._global_optimizer_pre_hooks, of_any._global_optimizer_post_hooks]
-    if optimizer is not None:
-        kinds = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *kinds]
+    kinds = [*step_hooks(optimizer), *kinds]
     hook = next((hook for hooks in kinds for hook in hooks.values()), None)
     return hook and getattr(hook, "__qualname__", type(hook).__qualname__)
 

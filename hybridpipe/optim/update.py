@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from hybridpipe.config.options import UpdateOptions
 from hybridpipe.model.held_part import axis_of
 from hybridpipe.model.precision import Precision
+from hybridpipe.optim.combined import NO_PARAMETERS, made_by
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.optim.named import with_names
 from hybridpipe.optim.prediction import predicted, why_not_predicted
 from hybridpipe.optim.shares import ReplicaShares, take_over
-from hybridpipe.optim.trial import why_not_apart
+from hybridpipe.optim.trial import needs_whole, why_not_apart
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.schedules.generators import delay_of
 from hybridpipe.stage.state import options_of
@@ -160,12 +161,24 @@ class UpdateRule(UpdateOptions):
         optimizer = self._optimizer(parameters) if plan.predicts_weights else None
         return why_not_predicted(optimizer, plan.prediction)
 
+    def needs_whole(self, parameters: Sequence[Tensor]) -> set[Tensor]:
+        """Return the parameters of which no part can be updated by itself: matrices under Muon."""
+        return needs_whole(self._optimizer, parameters) if parameters else set()
+
     def why_not_halved(self, model: nn.Module) -> str | None:
-        """Return why the optimizer cannot update halves of the model's parameters; None if it can."""
+        """Return why the optimizer cannot update halves of the model's parameters; None if it can.
+
+        Those that it needs whole are not halved.
+        """
         parameters: list[Tensor] = list(model.parameters())
         sparse = sparse_parameters(model)
         rule = self.naming({p: name for name, p in model.named_parameters()})
-        halves = {p: range(p.numel() // 2, p.numel()) for p in parameters if p.ndim and p not in sparse}
+        whole = rule.needs_whole(parameters)
+        halves = {
+            p: range(0 if p in whole else p.numel() // 2, p.numel())
+            for p in parameters
+            if p.ndim and p not in sparse
+        }
         return why_not_apart(rule._optimizer, parameters, parameters, halves, sparse) if halves else None
 
     def build(
@@ -222,9 +235,9 @@ class UpdateRule(UpdateOptions):
         if not parameters:
             return None
         try:
-            optimizer = self.optimizer(parameters)
+            optimizer = made_by(self.optimizer, parameters)
         except ValueError as error:
-            if "empty parameter list" in str(error) and not any(p.requires_grad for p in parameters):
+            if NO_PARAMETERS in str(error) and not any(p.requires_grad for p in parameters):
                 return None
             raise
         _check_step("optimizer", optimizer, "the pipeline computes the loss once for each minibatch")

@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridpipe.checkpoint.snapshot import software
 from hybridpipe.comm.groups import this_host
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.optim.combined import kind_of
 from hybridpipe.report.tables import shown
 from hybridpipe.run_folder.data import RunStart
 from hybridpipe.training.view import TrainerView
@@ -71,7 +72,7 @@ def optimizer_settings(trainer: TrainerView) -> dict[str, Any]:
         return {}
     first, *others = update.given.options
     found = {
-        "type": type(update.optimizer).__name__,
+        "type": kind_of(update.optimizer),
         **first,
         "parameter_groups": 1 + len(others) if others else None,
         "lr_scheduler": None if update.scheduler is None else type(update.scheduler).__name__,

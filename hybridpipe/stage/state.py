@@ -29,6 +29,7 @@ from hybridpipe.stage.parts import Piece
 
 JSON = Any
 FORMS = ("foreach", "fused")  # options that choose an implementation and change no formula
+MEMBER = "optimizer"  # option of a group: the class of its optimizer, one of several (`optim.combined`)
 NAMES = "param_names"  # where torch's optimizers keep the names of a group's parameters
 AVERAGE = "ema"  # in an optimizer's state of a parameter: the average that `callbacks.EMA` keeps
 PARTS = "parts"  # JSON key of `put_parts`
@@ -254,7 +255,8 @@ def check_optimizer(
     """Check that `put_optimizer` can load a state.
 
     Raises:
-        UserError: a trained parameter has no state, or parameters of one group had different options.
+        UserError: a trained parameter has no state or one of another optimizer, or parameters of one group
+            had different options.
     """
     for group in optimizer.param_groups:
         first: OfParameter | None = None
@@ -265,6 +267,9 @@ def check_optimizer(
             if key not in found:
                 raise UserError(f"{where}: has no optimizer state of {key}, which is trained now")
             first = first or found[key]
+            now, then = (options.get(MEMBER) for options in (group, found[key].options))
+            if now != then:
+                raise UserError(f"{where}: {key}: optimizer: the checkpoint has {then}, the training {now}")
             if not _equal(first.options, found[key].options):
                 raise UserError(
                     f"{where}: {names[group['params'][0]]} and {key}, which are in one parameter group now, "

@@ -39,6 +39,16 @@ def test_asynchronous_schedules_train_what_their_formulas_say(job, plans):
     assert done.stdout.count("parameters within") == len(plans) * 3 * 2  # rules, optimizers
 
 
+def test_several_optimizers_under_every_schedule(job):
+    """Muon for matrices and AdamW for the rest: stages have both, one of them, or neither."""
+    plans = ["1-1-1-1", "3-1"]
+    done = job(4, "exactness.py", "4", "--muon", *plans, "2-2x2", timeout_seconds=200)
+    wanted = len(plans) * len(OTHERS) + len(IN_A_LOOP) + len(IN_A_V)
+    assert done.stdout.count("parameters within") == wanted
+    done = job(4, "asynchronous.py", "--muon", "1-1-1-1", "2-2", timeout_seconds=200)
+    assert done.stdout.count("parameters within") == 2 * 3  # rules
+
+
 def test_schedulers_and_delay_warm_up_of_asynchronous_schedules(job):
     plans = ["1-1-1-1", "1-2", "2-1-1"]
     done = job(4, "asynchronous.py", "--rates", *plans)

@@ -40,6 +40,15 @@ def test_each_optimizer_has_its_share_of_the_state(job, ranks):
     assert done.stdout.count("refused: several stages need an optimizer that updates each parameter by") == 2
 
 
+def test_muon_has_whole_matrices(job, tmp_path):
+    """Each is one replica's, and any plan goes on with the state."""
+    done = job(4, "exactness.py", "4", "--muon", "4:2:scatter", "2-2:1", timeout_seconds=200)
+    assert done.stdout.count("parameters within") == 2 * 4
+    specs = ["2:1f1b:zero1", "3-1:1f1b", "1-3:gpipe:zero2:scatter"]
+    printed = job(4, "resuming.py", "pairs", str(tmp_path), "--muon", *specs, timeout_seconds=200).stdout
+    assert "3 x 3 pairs, muon: equal by name" in printed
+
+
 def test_a_stage_without_an_update_is_resumed_under_any_plan(job):
     done = job(2, "sharded.py", "frozen", timeout_seconds=200)
     assert "a frozen stage: resumed under each plan" in done.stdout

@@ -25,6 +25,21 @@ def test_every_element_belongs_to_one_replica(seed):
         assert all(part.start % UNIT == 0 for part in parts if part)
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_parameters_that_are_dealt_whole_lie_apart_in_one_share_each(seed):
+    draw = random.Random(seed)
+    counts, replicas = [draw.randint(1, 300) for _ in range(draw.randint(1, 12))], draw.randint(1, 7)
+    layout = ShardLayout(counts, replicas, whole=True)
+    for i, count in enumerate(counts):
+        (part,) = [part for replica in range(replicas) if (part := layout.part(i, replica))]
+        assert part == range(count)
+    places = sorted((at, at + padded(count)) for at, count in zip(layout.offsets, counts, strict=True))
+    ends = [0, *(end for _, end in places)]
+    assert all(begin >= end for (begin, _), end in zip(places, ends, strict=False))
+    assert places[-1][1] <= layout.size
+    assert layout.share <= padded(-(-sum(map(padded, counts)) // replicas)) + padded(max(counts))
+
+
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_shares_are_equal_but_for_the_padding(replicas):
     counts = [1000, 3, 70_001, 64, 12_345]

@@ -1,14 +1,17 @@
 """Replicas in one process: each updates its parts, and all have the weights of one that updates all."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from hybridpipe.optim import gradient_sync
+from hybridpipe.optim.combined import made_by
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.shares import ReplicaShares, take_over
+from hybridpipe.optim.trial import needs_whole
 
 
 class Copied:
@@ -28,13 +31,15 @@ class Copied:
 class Replicas:
     """As many copies of a model, with the shares and the optimizer of each."""
 
-    def __init__(self, model, factory, count=3, **options):
+    def __init__(self, model, factory, count=3, whole=False):
         self.models = [copy.deepcopy(model) for _ in range(count)]
+        self.optimizers = [made_by(factory, [*net.parameters()]) for net in self.models]
+        make = partial(made_by, factory)
+        found = [needs_whole(make, [*net.parameters()]) if whole else () for net in self.models]
         self.shares = [
-            ReplicaShares(net.parameters(), r, range(count), self.gather, **options)
+            ReplicaShares(net.parameters(), r, range(count), self.gather, whole=found[r])
             for r, net in enumerate(self.models)
         ]
-        self.optimizers = [factory(net.parameters()) for net in self.models]
         for shares, optimizer in zip(self.shares, self.optimizers, strict=True):
             take_over(optimizer, shares.parts, shares.ranges)
 
@@ -79,6 +84,12 @@ def by_dimensions(kind):
     return factory
 
 
+def by_kind(parameters):
+    """Muon for matrices and AdamW for the rest."""
+    matrices, others = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+
+
 def gradients(net, unused=()):
     return [None if i in unused else torch.randn_like(p) for i, p in enumerate(net.parameters())]
 
@@ -100,6 +111,24 @@ def test_all_replicas_have_the_weights_of_one_that_updates_everything(kind):
         replicas.step(given)
         for net in replicas.models:
             assert all(map(torch.equal, net.parameters(), whole.parameters()))
+
+
+def test_muon_updates_each_matrix_whole_on_one_replica():
+    """Its step looks at all elements of a matrix; AdamW's parameters are cut as ever."""
+    whole = model()
+    optimizer = made_by(by_kind, [*whole.parameters()])
+    replicas = Replicas(whole, by_kind, whole=True)
+    for unused in [(), (1, 4), (0, 1, 2, 3, 4, 5), ()]:
+        given = gradients(whole, unused)
+        for p, gradient in zip(whole.parameters(), given, strict=True):
+            p.grad = gradient
+        with fused(optimizer):
+            optimizer.step()
+        replicas.step(given)
+        for net in replicas.models:
+            assert all(map(torch.equal, net.parameters(), whole.parameters()))
+    matrices = [[p.shape for p in each.members[0].state if p.ndim == 2] for each in replicas.optimizers]
+    assert sorted(shape for each in matrices for shape in each) == [(5, 31), (31, 7)]
 
 
 def test_state_is_divided_and_groups_are_kept():

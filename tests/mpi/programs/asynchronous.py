@@ -1,9 +1,9 @@
 """Under mpirun: train asynchronously and compare every parameter with the formulas, in float64.
 
-Usage: asynchronous.py [--rates] [--zero] [--predict] PLAN... with plans such as 2-2 or 1-2-1; in 2-2:mpi that
-backend sums gradients. With --rates there is a scheduler, and delay warm-up where there can be. With --zero
-replicas shard the update, in some stages by a reduce-scatter. With --predict weights are predicted, in two
-epochs.
+Usage: asynchronous.py [--rates] [--zero] [--predict] [--muon] PLAN... with plans such as 2-2 or 1-2-1; in
+2-2:mpi that backend sums gradients. With --rates there is a scheduler, and delay warm-up where there can be.
+With --zero replicas shard the update, in some stages by a reduce-scatter. With --predict weights are
+predicted, in two epochs. With --muon matrices are trained by Muon, and the rest by AdamW.
 """
 
 import sys
@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from exactness import MICROBATCH, OPTIMIZERS, SEED, make_trainer
+from exactness import MICROBATCH, SEED, Several, chosen, make_trainer
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
@@ -72,6 +72,8 @@ def check(
     trainer.fit(data, epochs, shuffle=False, on_minibatch=lambda record: losses.append(record.loss))
     state = trainer.full_state_dict()
     assert all(other == losses for other in trainer.world.allgather(losses)), "losses differ between ranks"
+    factory = chosen()[name]
+    together = (lambda parameters: Several(factory(parameters))) if name == "muon" else factory
     if state is not None:
         cut = [
             [data[i : i + MICROBATCH] for i in range(start, min(start + minibatch, len(data)), MICROBATCH)]
@@ -83,7 +85,7 @@ def check(
             replicas,
             cut * epochs,
             nn.functional.cross_entropy,
-            OPTIMIZERS[name],
+            together,
             rule,
             SEED,
             scheduler=scheduler,
@@ -106,7 +108,7 @@ def main() -> None:
             if rates:
                 check(plan, rule, "sgd", cosine, warm_up=0 if rule == "2bw" else 20, zero=zero)
                 continue
-            for name in OPTIMIZERS:
+            for name in chosen():
                 if "--predict" not in sys.argv:
                     check(plan, rule, name, zero=zero)
                 elif rule != "vertical":

@@ -4,11 +4,13 @@ The one process is the few lines of `reference`: microbatches in order, gradient
 added up, one update. Usage: exactness.py NUM_UPDATES PLAN... with plans such as 2-2, 1-2-1 or, with two
 stages on each rank, 1-1x2. In 2-2:2 replicas shard update and gradients (`zero`), in 2-2:2:scatter those
 of the stages with several replicas by a reduce-scatter. In 2-2:mpi gradients are summed by that backend.
+--muon trains matrices by Muon and the rest by AdamW instead.
 """
 
 import copy
 import random
 import sys
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -32,6 +34,36 @@ OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adam": partial(torch.optim.Adam, lr=0.01),
 }
+
+
+class Several:
+    """The optimizers of a factory, one after the other; written here again for the reference."""
+
+    def __init__(self, made) -> None:
+        self.made = made if isinstance(made, list) else [made]
+        self.param_groups = [group for each in self.made for group in each.param_groups]
+        self.state = ChainMap(*(each.state for each in self.made))
+
+    def step(self) -> None:
+        for each in self.made:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.made:
+            each.zero_grad()
+
+
+def muon(parameters):
+    """Muon for matrices, AdamW for the rest; a stage may have one kind only."""
+    given = list(parameters)
+    matrices, others = [p for p in given if p.ndim == 2], [p for p in given if p.ndim != 2]
+    kinds = [(partial(torch.optim.Muon, lr=0.02), matrices), (partial(torch.optim.AdamW, lr=0.01), others)]
+    return [kind(each) for kind, each in kinds if each]
+
+
+def chosen() -> dict:
+    """The optimizers that a program tries."""
+    return {"muon": muon} if "--muon" in sys.argv else OPTIMIZERS
 
 
 class NoisyTanh(nn.Module):
@@ -82,7 +114,7 @@ def backward(model: nn.Sequential, step: int, inputs, targets) -> float:
 
 def reference(optimizer_factory, epochs):
     model, data = make_model(), make_data()
-    optimizer, losses, step = optimizer_factory(model.parameters()), [], 0
+    optimizer, losses, step = Several(optimizer_factory(model.parameters())), [], 0
     for _ in range(epochs):
         for start in range(0, SAMPLES, MINIBATCH):
             losses.append(backward(model, step, *data[start : start + MINIBATCH]))
@@ -132,7 +164,7 @@ def make_trainer(model, plan, optimizer: str, minibatch_size: int = MINIBATCH, *
     return Trainer(
         model,
         loss=nn.functional.cross_entropy,
-        optimizer=OPTIMIZERS[optimizer],
+        optimizer=chosen()[optimizer],
         plan=plan,
         minibatch_size=minibatch_size,
         seed=SEED,
@@ -176,10 +208,10 @@ def main() -> None:
     gradient_sync.BUCKET_BYTES = 300  # several buckets
     updates = int(sys.argv[1])
     epochs = updates // -(-SAMPLES // MINIBATCH)
-    for name, factory in OPTIMIZERS.items():
+    for name, factory in chosen().items():
         expected, losses = reference(copy.deepcopy(factory), epochs)
         assert len(losses) == updates
-        for plan in sys.argv[2:]:
+        for plan in (word for word in sys.argv[2:] if not word.startswith("--")):
             for schedule in SYNCHRONOUS:
                 for options in ways(schedule, plan):
                     check(make_plan(plan, schedule, **options), name, expected, losses, epochs)

@@ -7,7 +7,7 @@
 
 A SPEC is such as 1-2-1:pipedream:vertical or 1-1x2:interleaved-1f1b; with "tied" two layers share a weight.
 With "zero1" or "zero2" replicas shard the update, with "scatter" by a reduce-scatter. A last word may be
-a precision.
+a precision. --muon trains matrices by Muon and the rest by AdamW instead.
 The data set draws noise from all three of a process's generators, so that a lost random state shows.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from exactness import muon
 from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
@@ -40,6 +41,7 @@ OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adam": partial(torch.optim.Adam, lr=0.01),
 }
+MUON = {"muon": muon}  # with --muon
 OPTIONS = {
     "vertical": {"vertical_sync": True},
     "limited": {"max_in_flight": 2},
@@ -49,7 +51,9 @@ OPTIONS = {
     "spectrain": {"prediction": "spectrain"},
     "xpipe": {"prediction": "xpipe"},
 }
-SCHEDULER = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=60)
+SCHEDULER = partial(
+    torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=60, cycle_momentum="--muon" not in sys.argv
+)
 
 
 class Noisy(torch.utils.data.Dataset):
@@ -124,7 +128,7 @@ def make_trainer(spec: str, optimizer: str) -> Trainer:
     return Trainer(
         make_model(tied=spec.endswith(":tied"), low=precision != "fp32"),
         loss=sometimes_huge if precision == "fp16" else nn.functional.cross_entropy,
-        optimizer=OPTIMIZERS[optimizer],
+        optimizer=(OPTIMIZERS | MUON)[optimizer],
         lr_scheduler=SCHEDULER,
         plan=plan,
         minibatch_size=MICROBATCH * COUNT,
@@ -229,9 +233,9 @@ def across(specs: list[str], optimizer: str, folder: Path) -> None:
 def check_state(trainer: Trainer, saved: dict[str, torch.Tensor]) -> None:
     """The optimizer's state of what this rank updates is what was saved, to the bit."""
     executor = trainer.worker.executor
-    assert trainer.worker.place is None or executor.update.optimizer.state
-    parts = ranges(executor)
-    for parameter, key in updated(executor).items() if executor.update.optimizer else ():
+    parts, mine = ranges(executor), updated(executor) if executor.update.optimizer else {}
+    assert executor.update.optimizer is None or executor.update.optimizer.state.keys() == mine.keys()
+    for parameter, key in mine.items():
         for name, value in executor.update.optimizer.state[parameter].items():
             expected = saved[f"{key} {name}"]
             if key in parts and expected.shape:
@@ -330,16 +334,17 @@ def rest(spec: str, optimizer: str, folder: Path) -> None:
 
 
 def main() -> None:
-    mode, folder, *specs = sys.argv[1:]
+    mode, folder, *specs = (word for word in sys.argv[1:] if word != "--muon")
+    names = list(MUON if "--muon" in sys.argv else OPTIMIZERS)
     if mode in ("stop", "rest"):
         {"stop": stop, "rest": rest}[mode](specs[0], "adam", Path(folder))
         return
     if mode == "exact":
         for i, spec in enumerate(specs):
-            optimizer = list(OPTIMIZERS)[i % 2]
+            optimizer = names[i % len(names)]
             exact(spec, optimizer, Path(folder) / spec.replace(":", "-"))
         return
-    {"pairs": pairs, "across": across}[mode](specs, "adam", Path(folder))
+    {"pairs": pairs, "across": across}[mode](specs, names[-1], Path(folder))
 
 
 main()
