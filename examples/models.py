@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 # VGG-11, "configuration A": Simonyan & Zisserman 2015, table 1. Numbers are channels of 3×3
 # convolutions, "pool" halves height and width.
@@ -80,6 +81,26 @@ def gpt(
     )
     nn.init.normal_(model.head[-1].weight, std=0.02)  # the first loss is about log(vocabulary)
     return model
+
+
+def muon(
+    named_parameters: Iterable[tuple[str, Tensor]], lr: float, weight_decay: float = 0.1
+) -> list[Optimizer]:
+    """Make Muon for the matrices of the blocks, AdamW for embeddings, the head, biases and norms.
+
+    Muon's updates are scaled to the size of AdamW's, so that one rate suits both. A stage may have one kind
+    of parameters only.
+    """
+    inner: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, p in named_parameters:
+        is_inner = p.ndim == 2 and not name.startswith(("embedding.", "head."))
+        (inner if is_inner else others).append(p)
+    options = {"lr": lr, "weight_decay": weight_decay}
+    return [
+        *([torch.optim.Muon(inner, adjust_lr_fn="match_rms_adamw", **options)] if inner else []),
+        *([torch.optim.AdamW(others, **options)] if others else []),
+    ]
 
 
 class Embedding(nn.Module):
