@@ -5,7 +5,7 @@ of the one (schedulers, checkpoints, shares) reads and changes the members'.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,24 +23,26 @@ class CombinedOptimizer(torch.optim.Optimizer):
     Each group has its optimizer's class among its options, which checkpoints keep.
 
     Raises:
-        ValueError: there are none, or a parameter belongs to two of them.
+        ValueError: they have no parameters, or a parameter belongs to two of them.
     """
 
     members: tuple[torch.optim.Optimizer, ...] = ()
 
-    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
-        groups = [group for each in members for group in each.param_groups]
+    def __init__(self, members: Iterable[torch.optim.Optimizer]) -> None:
+        given = tuple(members)
+        groups = [group for each in given for group in each.param_groups]
         number = Counter(p for group in groups for p in group["params"])
         if not groups:
-            raise ValueError("optimizer must be one or several with parameters, got none")
+            raise ValueError(f"optimizer got an {NO_PARAMETERS}")
         if twice := [tuple(p.shape) for p, count in number.items() if count > 1]:
             raise ValueError(
                 f"optimizer must give each parameter to one optimizer, got one of shape {twice[0]} in several"
             )
-        super().__init__([*number], {})
-        self.members, self._num_groups = tuple(members), [len(each.param_groups) for each in members]
+        first, *others = (each.defaults for each in given)
+        super().__init__([*number], {k: v for k, v in first.items() if all(k in each for each in others)})
+        self.members, self._num_groups = given, [len(each.param_groups) for each in given]
         self.param_groups, self.state = groups, defaultdict[Tensor, Any](dict)
-        for each in members:
+        for each in given:
             self.state.update(each.state)
             for group in each.param_groups:
                 group[MEMBER] = name_of(each)
@@ -62,6 +64,10 @@ class CombinedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._share()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: groups and state, which are the copied members' as well."""
+        return {**super().__getstate__(), "members": self.members, "_num_groups": self._num_groups}
+
     def _share(self) -> None:
         """Give each member its groups, and the state."""
         groups = iter(self.param_groups)
@@ -70,13 +76,14 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 def made_by(factory: OptimizerFactory, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer that a factory makes; a list or a tuple of several becomes one.
+    """Return the optimizer that a factory makes; several become one.
 
     Raises:
         ValueError: one of several has no parameters among these.
     """
     try:
         made = factory(parameters)
+        return CombinedOptimizer(made) if isinstance(made, Iterable) else made
     except ValueError as error:
         if NO_PARAMETERS not in str(error) or not any(p.requires_grad for p in parameters):
             raise
@@ -84,7 +91,6 @@ def made_by(factory: OptimizerFactory, parameters: Sequence[Tensor]) -> torch.op
             f"optimizer: {error}: a stage or a layer may have parameters of one kind only, so make each of "
             "several optimizers where it has some"
         ) from error
-    return made if isinstance(made, torch.optim.Optimizer) else CombinedOptimizer(made)
 
 
 def members_of(optimizer: torch.optim.Optimizer | None) -> tuple[torch.optim.Optimizer, ...]:

@@ -317,13 +317,17 @@ def _shares_memory(gradient: Tensor) -> bool:
     return uses_of_storage(storage) > 2
 
 
-def filled(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Fill buckets in the reverse order of the parameters, which is about the order of the backward."""
+def filled(parameters: Sequence[Tensor], multiple: int = 1) -> list[list[Tensor]]:
+    """Fill buckets in the reverse order of the parameters, which is about the order of the backward.
+
+    Args:
+        multiple: each bucket but the last has a multiple of as many parameters.
+    """
     buckets, filling, size = [], list[Tensor](), 0
     for parameter in reversed(parameters):
         filling.append(parameter)
         size += parameter.nbytes
-        if size >= BUCKET_BYTES:
+        if size >= BUCKET_BYTES and len(filling) % multiple == 0:
             buckets.append(filling)
             filling, size = [], 0
     return [*buckets, filling] if filling else buckets

@@ -22,28 +22,33 @@ class ShardLayout:
 
     Args:
         counts: elements of each parameter.
-        whole: each parameter lies in one share: the largest come first, each goes where least is.
+        held: elements that each replica has of other buckets. If they are given, each parameter lies in one
+            share: the largest come first, each goes where this bucket has least, then to who holds least.
 
     Attributes:
         offsets: of each parameter in the buffer.
         share: elements of a replica's share; shares may be padding in part.
     """
 
-    def __init__(self, counts: Sequence[int], replicas: int, whole: bool = False) -> None:
+    def __init__(self, counts: Sequence[int], replicas: int, held: Sequence[int] | None = None) -> None:
         self._counts, self.replicas = tuple(counts), replicas
         sizes = [*map(padded, counts)]
-        if whole:
-            filled, places = [0] * replicas, dict[int, tuple[int, int]]()
+        if held is not None:
+            here, places = [0] * replicas, dict[int, tuple[int, int]]()
             for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-                owner = filled.index(min(filled))
-                places[i] = owner, filled[owner]
-                filled[owner] += sizes[i]
-            self.share = max(filled)
+                owner = min(range(replicas), key=lambda r: (here[r], held[r]))
+                places[i] = owner, here[owner]
+                here[owner] += sizes[i]
+            self.share = max(here)
             self.offsets = tuple(places[i][0] * self.share + places[i][1] for i in range(len(sizes)))
             return
         *offsets, total = accumulate(sizes, initial=0)
         self.offsets = tuple(offsets)
         self.share = padded(-(-total // replicas))
+
+    def held(self, replica: int) -> int:
+        """Return the elements of all parameters in a replica's share."""
+        return sum(len(self.part(i, replica)) for i in range(len(self._counts)))
 
     @property
     def size(self) -> int:

@@ -6,7 +6,7 @@ numbers except between an update and `gather`.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class FlatBucket:
     Args:
         parameters: contiguous ones.
         replica: this rank's, in the order of the all-gather.
-        whole: none of them is cut.
+        held: elements of others that each replica has; if they are given, no parameter is cut.
 
     Attributes:
         layout: their places in the buffer.
@@ -38,10 +38,10 @@ class FlatBucket:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], replica: int, replicas: int, whole: bool = False
+        self, parameters: Sequence[Tensor], replica: int, replicas: int, held: Sequence[int] | None = None
     ) -> None:
         self.parameters = tuple(parameters)
-        self.layout = ShardLayout([p.numel() for p in parameters], replicas, whole)
+        self.layout = ShardLayout([p.numel() for p in parameters], replicas, held)
         self.ranges = {p: self.layout.part(i, replica) for i, p in enumerate(parameters)}
         self.weights = parameters[0].detach()[:0]
         self.parts = {
@@ -109,8 +109,9 @@ class ReplicaShares:
             is_array = p.is_contiguous() and p.ndim and p.numel()
             if is_array and p not in sparse and p not in overlapping and axis_of(p) != "replica":
                 kinds[p.dtype, p.device, p.requires_grad, p in whole].append(p)
-        buckets = [bucket for alike in kinds.values() for bucket in filled(alike)]
-        self.buckets = [FlatBucket(each, replica, len(ranks), each[0] in whole) for each in buckets]
+        self.buckets = [
+            bucket for alike in kinds.values() for bucket in _buckets(alike, replica, len(ranks), whole)
+        ]
         self.ranges = {p: part for bucket in self.buckets for p, part in bucket.ranges.items()}
         self.parts = {p: p for p in given if p not in self.ranges}
         for bucket in self.buckets:
@@ -206,6 +207,22 @@ def take_over(
         if p in parts:
             part = None if is_all(ranges[p], p) else ranges[p]
             optimizer.state[parts[p]] = join([Piece(state)], p.shape, part, copies=True)
+
+
+def _buckets(
+    alike: Sequence[Tensor], replica: int, replicas: int, whole: Collection[Tensor]
+) -> Iterator[FlatBucket]:
+    """Yield the buckets of parameters of one kind.
+
+    Of whole ones those of a size lie together, as many for each replica, so that shares are about equal.
+    """
+    if alike[0] not in whole:
+        yield from (FlatBucket(each, replica, replicas) for each in filled(alike))
+        return
+    held = [0] * replicas
+    for each in filled(sorted(alike, key=Tensor.numel), multiple=replicas):  # from the last on: the largest
+        yield (bucket := FlatBucket(each, replica, replicas, held))
+        held = [count + bucket.layout.held(r) for r, count in enumerate(held)]
 
 
 def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:

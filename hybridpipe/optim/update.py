@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hybridpipe.config.options import UpdateOptions
 from hybridpipe.model.held_part import axis_of
 from hybridpipe.model.precision import Precision
-from hybridpipe.optim.combined import NO_PARAMETERS, made_by
+from hybridpipe.optim.combined import NO_PARAMETERS, made_by, members_of
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.optim.named import with_names
@@ -240,7 +240,8 @@ class UpdateRule(UpdateOptions):
             if NO_PARAMETERS in str(error) and not any(p.requires_grad for p in parameters):
                 return None
             raise
-        _check_step("optimizer", optimizer, "the pipeline computes the loss once for each minibatch")
+        for each in members_of(optimizer):
+            _check_step("optimizer", each, "the pipeline computes the loss once for each minibatch")
         return optimizer
 
 

@@ -12,6 +12,8 @@ from hybridpipe.optim.combined import CombinedOptimizer, kind_of, made_by, membe
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.prediction import why_not_predicted
 from hybridpipe.optim.trial import needs_whole, why_not_apart
+from hybridpipe.optim.update import UpdateRule
+from hybridpipe.planning.plan import Plan
 from hybridpipe.stage.state import StageState, check_optimizer, read_optimizer, take_optimizer
 
 
@@ -25,6 +27,12 @@ def by_kind(parameters):
     given = list(parameters)
     matrices, others = [p for p in given if p.ndim == 2], [p for p in given if p.ndim != 2]
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+
+
+def by_trained(parameters):
+    """Leave out frozen ones, as many do."""
+    trained = [p for p in parameters if p.requires_grad]
+    return [torch.optim.AdamW(trained)] if trained else []
 
 
 def made(net):
@@ -75,11 +83,39 @@ def test_a_loaded_state_reaches_the_members():
     assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
+def test_a_generator_gives_its_members_too():
+    net = model()
+    optimizer = made_by(lambda ps: (each for each in by_kind(ps)), [*net.parameters()])
+    before = [p.clone() for p in net.parameters()]
+    train(net, optimizer.step, updates=1)
+    assert not any(map(torch.equal, net.parameters(), before))
+
+
+def test_a_copy_steps_as_well():
+    net = model()
+    net, optimizer = copy.deepcopy((net, made(net)))
+    before = [p.clone() for p in net.parameters()]
+    train(net, optimizer.step, updates=1)
+    assert not any(map(torch.equal, net.parameters(), before))
+
+
+def test_a_stage_in_which_all_is_frozen_needs_no_optimizer():
+    net = model().requires_grad_(False)
+    rule = UpdateRule(optimizer=by_trained)
+    assert rule.build([*net.parameters()], Plan.data_parallel(1, 1, 1), 0, float).optimizer is None
+
+
+def test_a_member_that_needs_a_closure_is_refused():
+    rule = UpdateRule(optimizer=lambda ps: [torch.optim.LBFGS(ps)])
+    with pytest.raises(ValueError, match="got LBFGS with step"):
+        rule.try_out([*model().parameters()])
+
+
 def test_what_no_factory_means_is_refused():
     given = [*model().parameters()]
     with pytest.raises(ValueError, match=r"one optimizer, got one of shape \(31, 7\) in several"):
         made_by(lambda ps: [torch.optim.SGD(ps, lr=0.1), torch.optim.AdamW(ps[:1])], given)
-    with pytest.raises(ValueError, match="one or several with parameters, got none"):
+    with pytest.raises(ValueError, match="empty parameter list"):
         made_by(lambda _: [], given)
     with pytest.raises(ValueError, match="make each of several optimizers where it has some"):
         made_by(by_kind, given[1:2])

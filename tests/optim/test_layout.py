@@ -29,7 +29,7 @@ def test_every_element_belongs_to_one_replica(seed):
 def test_parameters_that_are_dealt_whole_lie_apart_in_one_share_each(seed):
     draw = random.Random(seed)
     counts, replicas = [draw.randint(1, 300) for _ in range(draw.randint(1, 12))], draw.randint(1, 7)
-    layout = ShardLayout(counts, replicas, whole=True)
+    layout = ShardLayout(counts, replicas, [0] * replicas)
     for i, count in enumerate(counts):
         (part,) = [part for replica in range(replicas) if (part := layout.part(i, replica))]
         assert part == range(count)
@@ -38,6 +38,11 @@ def test_parameters_that_are_dealt_whole_lie_apart_in_one_share_each(seed):
     assert all(begin >= end for (begin, _), end in zip(places, ends, strict=False))
     assert places[-1][1] <= layout.size
     assert layout.share <= padded(-(-sum(map(padded, counts)) // replicas)) + padded(max(counts))
+
+
+def test_who_holds_least_gets_the_first():
+    layout = ShardLayout([64, 64, 32], 3, [100, 0, 50])
+    assert [layout.held(r) for r in range(3)] == [32, 64, 64] and layout.share == 64
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 8])

@@ -131,6 +131,19 @@ def test_muon_updates_each_matrix_whole_on_one_replica():
     assert sorted(shape for each in matrices for shape in each) == [(5, 31), (31, 7)]
 
 
+def test_large_whole_matrices_are_dealt_to_all_replicas():
+    """A bucket that one of them fills would leave all to the first replica, and pad the others' shares."""
+    sizes = [(40, 40)] * 6 + [(40, 10)] * 6 + [(7, 5)] * 3
+    given = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    shares = [ReplicaShares(copy.deepcopy(given), r, range(4), None) for r in range(4)]
+    cut = sum(bucket.weights.numel() for bucket in shares[0].buckets)
+    copies = [copy.deepcopy(given) for _ in range(4)]
+    shares = [ReplicaShares(each, r, range(4), None, whole={*each}) for r, each in enumerate(copies)]
+    held = [sum(len(part) for part in each.ranges.values()) for each in shares]
+    assert sum(held) == sum(p.numel() for p in given) and max(held) <= 1.5 * sum(held) / 4
+    assert sum(bucket.weights.numel() for bucket in shares[0].buckets) <= 1.4 * cut
+
+
 def test_state_is_divided_and_groups_are_kept():
     replicas = Replicas(model(), by_dimensions(torch.optim.Adam))
     replicas.step(gradients(replicas.models[0]))
