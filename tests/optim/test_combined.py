@@ -61,6 +61,23 @@ def test_a_scheduler_changes_the_rates_of_all_members():
     assert [group["lr"] for each in members_of(optimizer) for group in each.param_groups] == [0.01, 0.005]
 
 
+def test_a_scheduler_finds_the_options_that_all_members_have():
+    both = made_by(lambda ps: [torch.optim.Adam(ps[:1]), torch.optim.AdamW(ps[1:])], [*model().parameters()])
+    torch.optim.lr_scheduler.OneCycleLR(both, max_lr=0.1, total_steps=10)  # it asks for betas
+    assert "betas" in both.defaults and "weight_decay" in both.defaults
+    assert "momentum" not in made(model()).defaults
+
+
+def test_an_optimizer_of_another_make_is_left_alone():
+    """Some wrap an optimizer without being one of torch's."""
+
+    class Wrapped:
+        def __init__(self, parameters):
+            self.param_groups, self.state = [{"params": [*parameters]}], {}
+
+    assert type(made_by(Wrapped, [*model().parameters()])) is Wrapped
+
+
 def test_members_that_have_a_fused_step_take_it():
     net = model()
     optimizer = made(net)
