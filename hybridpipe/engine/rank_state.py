@@ -15,7 +15,7 @@ from hybridpipe.model.held_part import held_part
 from hybridpipe.model.stage_module import StageModule
 from hybridpipe.model.tensors import overwrite
 from hybridpipe.optim.loss_scale import LossScale
-from hybridpipe.optim.shares import axes_of, is_all
+from hybridpipe.optim.shares import axes_of
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates, versions_in_use
 from hybridpipe.stage.state import (
@@ -207,10 +207,8 @@ def ranges(executor: Executor) -> dict[str, range]:
 
     A parameter that it updates as a whole is left out.
     """
-    found = {} if executor.shares is None else executor.shares.ranges
-    return {
-        key: found[p] for p, key in parameters(executor).items() if p in found and not is_all(found[p], p)
-    }
+    found = {} if executor.shares is None else executor.shares.cut
+    return {key: found[p] for p, key in parameters(executor).items() if p in found}
 
 
 def in_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -225,8 +223,7 @@ def _take_optimizer(executor: Executor, names: Mapping[Tensor, str], state: Stag
         return
     parts = {p: p for p in names} if shares is None else shares.parts
     mine = {parts[p]: key for p, key in names.items() if p in parts}
-    cut = {} if shares is None else {p: part for p, part in shares.ranges.items() if not is_all(part, p)}
-    of_part = {parts[p]: part for p, part in cut.items() if p in parts}
+    of_part = {} if shares is None else {parts[p]: part for p, part in shares.cut.items() if p in parts}
     held = {parts[p]: part for p in names if p in parts and (part := held_part(p)) is not None}
     take_optimizer(update.optimizer, mine, state, update.given.options, of_part, held)
 

@@ -512,16 +512,17 @@ def _measure_updates(
     Args:
         in_between: runs a forward and a backward between two steps, which fills the caches as training does.
     """
-    optimizers, gradients = {}, {}
+    optimizers, gradients = dict[int, torch.optim.Optimizer](), {}
     for i, stage in stages.items():
         parameters = [p for p in stage.module.parameters() if p.grad is not None]
         if optimizer is not None and parameters:
             gradients[i] = [p.grad for p in parameters if p.grad is not None]
             for gradient in gradients[i]:
                 gradient.zero_()  # a step with zero gradients takes as long and leaves the copy usable
-            optimizers[i] = made_by(with_names(optimizer, stage.layers.parameters()), parameters)
-            for hooks in step_hooks(optimizers[i]):
+            made = made_by(with_names(optimizer, stage.layers.parameters()), parameters)
+            for hooks in step_hooks(made):
                 hooks.clear()  # the user's may change more than this copy of the model
+            optimizers |= {} if made is None else {i: made}
 
     def steps() -> dict[int, Took]:
         took = {}

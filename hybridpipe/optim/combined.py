@@ -40,7 +40,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             )
         first, *others = (each.defaults for each in given)
         super().__init__([*number], {k: v for k, v in first.items() if all(k in each for each in others)})
-        self.members, self._num_groups = given, [len(each.param_groups) for each in given]
+        self.members = given
         self.param_groups, self.state = groups, defaultdict[Tensor, Any](dict)
         for each in given:
             self.state.update(each.state)
@@ -66,17 +66,19 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: groups and state, which are the copied members' as well."""
-        return {**super().__getstate__(), "members": self.members, "_num_groups": self._num_groups}
+        return {**super().__getstate__(), "members": self.members}
 
     def _share(self) -> None:
         """Give each member its groups, and the state."""
         groups = iter(self.param_groups)
-        for each, count in zip(self.members, self._num_groups, strict=True):
-            each.param_groups, each.state = [next(groups) for _ in range(count)], self.state
+        for each in self.members:
+            each.param_groups, each.state = [next(groups) for _ in each.param_groups], self.state
 
 
-def made_by(factory: OptimizerFactory, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+def made_by(factory: OptimizerFactory, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
     """Return the optimizer that a factory makes; several become one.
+
+    It is None if all parameters are frozen and the factory takes only trained ones.
 
     Raises:
         ValueError: one of several has no parameters among these.
@@ -85,8 +87,10 @@ def made_by(factory: OptimizerFactory, parameters: Sequence[Tensor]) -> torch.op
         made = factory(parameters)
         return CombinedOptimizer(made) if isinstance(made, Iterable) else made
     except ValueError as error:
-        if NO_PARAMETERS not in str(error) or not any(p.requires_grad for p in parameters):
+        if NO_PARAMETERS not in str(error):
             raise
+        if not any(p.requires_grad for p in parameters):
+            return None
         raise ValueError(
             f"optimizer: {error}: a stage or a layer may have parameters of one kind only, so make each of "
             "several optimizers where it has some"

@@ -118,6 +118,11 @@ class ReplicaShares:
             self.parts |= bucket.parts
         self.bytes_gathered = 0
 
+    @property
+    def cut(self) -> dict[Tensor, range]:
+        """The `ranges` that are not all of a parameter."""
+        return {p: part for p, part in self.ranges.items() if not is_all(part, p)}
+
     def renew(self) -> None:
         """Adopt the parameters' present requires_grad."""
         for parameter, part in self.parts.items():

@@ -267,7 +267,7 @@ def _is_known(optimizer: torch.optim.Optimizer | None, ranges: Mapping[Tensor, r
     """Return True for optimizers that are known to update these elements by themselves."""
     cut = {p for p, part in ranges.items() if 0 < len(part) < p.numel()}
     return all(
-        is_of(each, ELEMENTWISE if any(p in cut for p in parameters_of(each)) else TENSORWISE)
+        _is_of(each, ELEMENTWISE if any(p in cut for p in _parameters_of(each)) else TENSORWISE)
         for each in members_of(optimizer)
     )
 
@@ -280,16 +280,16 @@ def needs_whole(make: Make, parameters: Sequence[Tensor]) -> set[Tensor]:
             members = members_of(make(parameters))
         except Exception:  # whatever a user's factory raises; `why_not_apart` says so
             return set()
-    found = (each for each in members if is_of(each, TENSORWISE) and not is_of(each, ELEMENTWISE))
-    return {p for each in found for p in parameters_of(each)}
+    found = (each for each in members if _is_of(each, TENSORWISE) and not _is_of(each, ELEMENTWISE))
+    return {p for each in found for p in _parameters_of(each)}
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of all groups."""
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def is_of(optimizer: torch.optim.Optimizer, kinds: Collection[type]) -> bool:
+def _is_of(optimizer: torch.optim.Optimizer, kinds: Collection[type]) -> bool:
     """Return True for an optimizer of these classes whose step is torch's alone."""
     return type(optimizer) in kinds and "step" not in vars(optimizer)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hybridpipe.config.options import UpdateOptions
 from hybridpipe.model.held_part import axis_of
 from hybridpipe.model.precision import Precision
-from hybridpipe.optim.combined import NO_PARAMETERS, made_by, members_of
+from hybridpipe.optim.combined import made_by, members_of
 from hybridpipe.optim.fused import fused
 from hybridpipe.optim.loss_scale import DYNAMIC, UNSCALED, LossScale
 from hybridpipe.optim.named import with_names
@@ -227,19 +227,12 @@ class UpdateRule(UpdateOptions):
     def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
         """Make the optimizer.
 
-        It is None without parameters, or if all are frozen and the factory takes only trained ones.
+        It is None without parameters, or where `made_by` makes none.
 
         Raises:
             ValueError: its `step` needs an argument.
         """
-        if not parameters:
-            return None
-        try:
-            optimizer = made_by(self.optimizer, parameters)
-        except ValueError as error:
-            if NO_PARAMETERS in str(error) and not any(p.requires_grad for p in parameters):
-                return None
-            raise
+        optimizer = made_by(self.optimizer, parameters) if parameters else None
         for each in members_of(optimizer):
             _check_step("optimizer", each, "the pipeline computes the loss once for each minibatch")
         return optimizer

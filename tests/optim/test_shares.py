@@ -94,39 +94,33 @@ def gradients(net, unused=()):
     return [None if i in unused else torch.randn_like(p) for i, p in enumerate(net.parameters())]
 
 
+def trained_beside_one(factory, whole=False) -> Replicas:
+    """Train replicas and one that updates everything, and compare to the bit."""
+    one = model()
+    optimizer, replicas = made_by(factory, [*one.parameters()]), Replicas(one, factory, whole=whole)
+    for unused in [(), (1, 4), (0, 1, 2, 3, 4, 5), ()]:
+        given = gradients(one, unused)
+        for p, gradient in zip(one.parameters(), given, strict=True):
+            p.grad = gradient
+        with fused(optimizer):
+            optimizer.step()
+        replicas.step(given)
+        for net in replicas.models:
+            assert all(map(torch.equal, net.parameters(), one.parameters()))
+    return replicas
+
+
 @pytest.mark.parametrize(
     "kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop]
 )
 def test_all_replicas_have_the_weights_of_one_that_updates_everything(kind):
     """To the bit: an element is rounded alike wherever it lies in a part."""
-    whole = model()
-    optimizer = by_dimensions(kind)(whole.parameters())
-    replicas = Replicas(whole, by_dimensions(kind))
-    for unused in [(), (1, 4), (0, 1, 2, 3, 4, 5), ()]:
-        given = gradients(whole, unused)
-        for p, gradient in zip(whole.parameters(), given, strict=True):
-            p.grad = gradient
-        with fused(optimizer):
-            optimizer.step()
-        replicas.step(given)
-        for net in replicas.models:
-            assert all(map(torch.equal, net.parameters(), whole.parameters()))
+    trained_beside_one(by_dimensions(kind))
 
 
 def test_muon_updates_each_matrix_whole_on_one_replica():
     """Its step looks at all elements of a matrix; AdamW's parameters are cut as ever."""
-    whole = model()
-    optimizer = made_by(by_kind, [*whole.parameters()])
-    replicas = Replicas(whole, by_kind, whole=True)
-    for unused in [(), (1, 4), (0, 1, 2, 3, 4, 5), ()]:
-        given = gradients(whole, unused)
-        for p, gradient in zip(whole.parameters(), given, strict=True):
-            p.grad = gradient
-        with fused(optimizer):
-            optimizer.step()
-        replicas.step(given)
-        for net in replicas.models:
-            assert all(map(torch.equal, net.parameters(), whole.parameters()))
+    replicas = trained_beside_one(by_kind, whole=True)
     matrices = [[p.shape for p in each.members[0].state if p.ndim == 2] for each in replicas.optimizers]
     assert sorted(shape for each in matrices for shape in each) == [(5, 31), (31, 7)]
 
