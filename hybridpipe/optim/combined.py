@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpipe.optim.fused import fused
 from hybridpipe.stage.state import MEMBER, name_of
 from hybridpipe.types import OptimizerFactory
 
@@ -51,7 +52,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Let each optimizer take its step."""
         for each in self.members:
-            each.step()
+            with fused(each):
+                each.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does while an optimizer is made; later none of the members would have it."""

@@ -6,13 +6,12 @@ of its step, so that all stages that hold it round alike.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybridpipe.optim.combined import members_of
 from hybridpipe.optim.named import with_parameters
 from hybridpipe.stage.state import NAMES
 
@@ -30,15 +29,9 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     reads and writes all parameters. A fused step reads and writes them once. It has the same formula with
     another rounding, so the last bits of a float32 may differ.
     """
-    with ExitStack() as stack:
-        for each in members_of(optimizer):
-            if type(each) in FUSIBLE:
-                stack.enter_context(_fused(each))
+    if type(optimizer) not in FUSIBLE:
         yield
-
-
-@contextmanager
-def _fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        return
     groups = optimizer.param_groups
     changed: list[Tensor] = []
 

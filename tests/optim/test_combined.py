@@ -51,7 +51,7 @@ def train(net, *steppers, updates=3):
 def test_it_trains_as_its_members_would_alone():
     one, other = model(), model()
     train(one, made(one).step)
-    train(other, *(each.step for each in by_kind(other.parameters())))
+    train(other, *(fused(each)(each.step) for each in by_kind(other.parameters())))
     assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
@@ -84,8 +84,7 @@ def test_members_that_have_a_fused_step_take_it():
     asked = []
     _, adamw = members_of(optimizer)
     adamw.register_step_post_hook(lambda *_: asked.extend(group["fused"] for group in adamw.param_groups))
-    with fused(optimizer):
-        train(net, optimizer.step, updates=1)
+    train(net, optimizer.step, updates=1)
     assert asked == [True] and adamw.param_groups[0]["fused"] is None
 
 
