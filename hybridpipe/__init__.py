@@ -11,7 +11,13 @@ from hybridpipe.version import __version__
 
 if TYPE_CHECKING:
     from hybridpipe.checkpoint.policy import Checkpointing
-    from hybridpipe.config.options import DataOptions, PlanOptions, RankOptions, UpdateOptions
+    from hybridpipe.config.options import (
+        DataOptions,
+        GroupOptions,
+        PlanOptions,
+        RankOptions,
+        UpdateOptions,
+    )
     from hybridpipe.health.preemption import Preempted
     from hybridpipe.optim.nonfinite import NotFinite
     from hybridpipe.planning.cluster import Cluster
@@ -26,6 +32,7 @@ __all__ = [
     "Checkpointing",
     "Cluster",
     "DataOptions",
+    "GroupOptions",
     "LayerProfile",
     "MinibatchRecord",
     "ModelProfile",
@@ -44,6 +51,7 @@ _LATER = {  # loaded at the first use, from these modules
     "Checkpointing": "checkpoint.policy",
     "Cluster": "planning.cluster",
     "DataOptions": "config.options",
+    "GroupOptions": "config.options",
     "LayerProfile": "planning.profile",
     "MinibatchRecord": "training.metrics",
     "ModelProfile": "planning.profile",
@@ -57,7 +65,15 @@ _LATER = {  # loaded at the first use, from these modules
     "UpdateOptions": "config.options",
 }
 # Classes that name the argument meant where one is misspelt. Planning, of which some are, cannot import that.
-_SUGGESTING = "Plan", "StageSpec", "PlanOptions", "UpdateOptions", "DataOptions", "RankOptions"
+_SUGGESTING = (
+    "Plan",
+    "StageSpec",
+    "PlanOptions",
+    "UpdateOptions",
+    "DataOptions",
+    "RankOptions",
+    "GroupOptions",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpipe.errors import suggesting
+from hybridpipe.errors import UserError, suggesting
 from hybridpipe.stage.state import AVERAGE
 from hybridpipe.training.callbacks import Callback, Run
 
@@ -44,6 +44,8 @@ class EMA(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         """Follow the updates of this rank's optimizer; averages that nobody has kept up are dropped."""
+        if run.trainer.group.count > 1:
+            raise UserError("EMA averages the weights of one group: leave groups out, or EMA")
         self._unhook()
         if run.optimizer is not None:
             for state in () if self._goes_on else run.optimizer.state.values():

@@ -6,6 +6,7 @@ ROOT/.lock                      locked by the training that writes there, and na
 ROOT/.step-00000120.tmp/        being written
 ROOT/.step-00000120.replaced/   renamed for a new checkpoint of the same step, not yet in its place
 ROOT/.step-00000120.deleted/    being deleted
+ROOT/group-1/                   the checkpoints of another group, of several
 """
 
 import re
@@ -27,6 +28,14 @@ class Name(NamedTuple):
 
     step: int
     state: State | None
+
+
+def of_group(path: Path, index: int) -> Path:
+    """The place of a group's checkpoints, or checkpoint, behind that of the first group's."""
+    if not index:
+        return path
+    name = f"group-{index}"
+    return path / name if parse_name(path) is None else path.with_name(name) / path.name
 
 
 def name_of(step: int, state: State | None = None) -> str:

@@ -158,6 +158,8 @@ def load_validated(worker: Worker, folder: Path) -> None:
     for tensor, values in _agreed(worker.control, read):
         overwrite(tensor, values)
     worker.executor.statistics.begin_anew()
+    if worker.executor.centre is not None:
+        worker.executor.centre.begin_anew()
 
 
 def check_model(found: Found, model: nn.Module) -> None:
@@ -220,6 +222,7 @@ class _Reading:
         self.wanted = {key: t for layers in self.layers.values() for key, t in layers.tensors().items()}
         self.keys = set(parameters(worker.executor).values())
         self.result, self.changed, self.optimizers = NewState(), list[str](), set[str]()
+        self.result.joins = found.run.get("group", [0, 1]) != [worker.group.index, worker.group.count]
         mine, of_rank = set(updated(worker.executor).values()), ranges(worker.executor)
         held = ((p, key) for p, key in parameters(worker.executor).items() if key in mine)
         self.joined = JoinedState(

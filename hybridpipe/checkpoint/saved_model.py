@@ -23,6 +23,7 @@ from hybridpipe.planning.plan import Plan
 from hybridpipe.stage.parts import Piece, join
 from hybridpipe.stage.state import (
     AVERAGE,
+    CENTRE,
     StageState,
     batches_agreed,
     read_optimizer,
@@ -31,6 +32,7 @@ from hybridpipe.stage.state import (
 )
 from hybridpipe.stage.statistics import Replica, agreed
 
+_ALONE = [0, 1]  # the index of the only group, and the number of groups
 _MODEL = "model."  # before the keys of the model's tensors
 
 
@@ -68,7 +70,8 @@ class SavedModel:
 
     Args:
         path: of a checkpoint whose hashes were compared (`find_checkpoint`).
-        averages: parameters have the averages that `callbacks.EMA` keeps, where there is one.
+        averages: parameters have the averages that `callbacks.EMA` keeps, where there is one. Those of several
+            groups have the weights that these have in common.
 
     The attribute `forms` has its tensors on the meta device, by key, in the order of `state_dict()`.
 
@@ -92,7 +95,12 @@ class SavedModel:
         keys = dict.fromkeys([*ordered, *self._found, *self._parts])
         self.forms = {key: self._form(key) for key in keys}
         self._statistics = self._agreed_statistics()
-        self._averages = self._averages_by_key() if averages else {}
+        self._averages = self._beside_by_key(AVERAGE) if averages and keeps_averages(self._manifest) else {}
+        if averages and not self._averages:
+            what = "has no averages of weights: hybridpipe.callbacks.EMA keeps them from the first update on"
+            raise UserError(f"{path}: {what}")
+        has_centre = self._manifest.run.get("group", _ALONE) != _ALONE
+        self._instead = self._averages or (self._beside_by_key(CENTRE) if has_centre else {})
 
     @property
     def num_bytes(self) -> int:
@@ -114,8 +122,8 @@ class SavedModel:
 
     def read(self, key: str) -> Tensor:
         """Return a tensor, on the CPU."""
-        if key in self._averages:
-            return self._joined(key, self._averages[key], f"average of {key}")
+        if key in self._instead:
+            return self._joined(key, self._instead[key], f"average of {key}")
         if key in self._parts:
             return self._joined(key, self._parts[key], key)
         if key in self._statistics:
@@ -174,20 +182,19 @@ class SavedModel:
                     found[key].append(_Part(file, f"part.{key}", None, part))
         return dict(found)
 
-    def _averages_by_key(self) -> dict[str, list[_Part]]:
-        """Return the parts of each average."""
+    def _beside_by_key(self, kind: str) -> dict[str, list[_Part]]:
+        """Return the parts of what is kept of each parameter under a name, beside the optimizer's state."""
         found = defaultdict[str, list[_Part]](list)
-        for name, file in self._files.items() if keeps_averages(self._manifest) else ():
+        for name, file in self._files.items():
             value = file.value
             if not isinstance(value, dict):
                 continue
             for key, own in read_optimizer(StageState(file.forms, value), str(self.path / name)).items():
-                if AVERAGE in own.state:
-                    found[key].append(_Part(file, f"optimizer.{key}.{AVERAGE}", own.part, own.held))
-        if not found:
-            what = "has no averages of weights: hybridpipe.callbacks.EMA keeps them from the first update on"
-            raise UserError(f"{self.path}: {what}")
-        for name, first in self.tied.items():  # the optimizer knows a tensor by one of its names
+                if kind in own.state:
+                    found[key].append(_Part(file, f"optimizer.{key}.{kind}", own.part, own.held))
+        for name, first in (
+            self.tied.items() if found else ()
+        ):  # the optimizer knows a tensor by one of its names
             for one, other in ((name, first), (first, name)):
                 if one in found:
                     found[other] = found[one]

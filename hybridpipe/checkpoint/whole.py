@@ -20,7 +20,7 @@ def write_whole(worker: Worker, path: Path) -> None:
     """
     forms = whole_forms(worker.model)
     tensors = worker.gathered(plain_order(path, forms))
-    if worker.control.rank != 0:
+    if not worker.group.leads:
         _exhaust(tensors)
         return
     with replacing(path) as unfinished:

@@ -170,7 +170,10 @@ def _trainer(
         update=config.train,
         data=DataOptions(seed=config.train.seed, num_workers=config.data.num_workers),
         ranks=RankOptions(
-            cluster=options.cluster, sync=config.sync.backend, hang_timeout=options.hang_timeout
+            cluster=options.cluster,
+            sync=config.sync.backend,
+            hang_timeout=options.hang_timeout,
+            groups=config.groups,
         ),
         callbacks=[*(callback.build() for callback in config.callbacks), *loggers],
     )

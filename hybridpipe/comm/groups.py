@@ -51,11 +51,15 @@ class WatchedComm(MPI.Intracomm):
 
     ranks: tuple[int, ...]  # its members' ranks in the world
 
-    def __new__(cls, communicator: MPI.Comm, world: MPI.Comm) -> "WatchedComm":
-        """Make another handle of a communicator."""
+    def __new__(cls, communicator: MPI.Comm, world: MPI.Comm, first: int = 0) -> "WatchedComm":
+        """Make another handle of a communicator.
+
+        Args:
+            first: the rank in `world` from which its members are counted.
+        """
         made = super().__new__(cls, communicator)
         mine, everybody = communicator.Get_group(), world.Get_group()
-        made.ranks = tuple(MPI.Group.Translate_ranks(mine, None, everybody))
+        made.ranks = tuple(rank - first for rank in MPI.Group.Translate_ranks(mine, None, everybody))
         mine.Free()
         everybody.Free()
         return made

@@ -56,12 +56,14 @@ class RankStatus:
     Args:
         doing: the main thread's position in its program.
         wait: the main thread's wait for other ranks, if it waits.
+        first_rank: the rank among all from which waits count their ranks; they know those of one group.
         saving: the saving thread's activity, for "rank 3 ..."; empty while it waits for other ranks.
         disk_moved_at: time of the saving thread's last progress, in seconds of time.monotonic().
     """
 
     doing = Doing(None, None, None)
     wait: Wait | None = None
+    first_rank = 0
     saving = ""
     disk_moved_at = -math.inf
 
@@ -69,6 +71,12 @@ class RankStatus:
     def step(self) -> int | None:
         """The rank's present or last step."""
         return self.doing.step
+
+    @property
+    def wait_among_all(self) -> Wait | None:
+        """The wait, with ranks counted among all."""
+        wait = self.wait
+        return wait and wait._replace(peers=tuple(peer + self.first_rank for peer in wait.peers))
 
     def has_moved_since(self, doing: Doing, wait: Wait | None) -> bool:
         """Return True if the rank has started another instruction or wait since it had this status."""

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from hybridpipe.config.options import SOURCES, PlanOptions, UpdateOptions
+from hybridpipe.config.options import SOURCES, GroupOptions, PlanOptions, UpdateOptions
 from hybridpipe.errors import REMEDIES, UserError, suggest
 from hybridpipe.files import parse, read_text
 from hybridpipe.planning.checks import (
@@ -273,6 +273,7 @@ class Config:
     lr_scheduler: Factory | None = None
     plan: PlanOptions = PlanOptions()
     sync: SyncConfig = SyncConfig()
+    groups: GroupOptions = GroupOptions()
     checkpoint: CheckpointConfig = CheckpointConfig()
     callbacks: tuple[Factory, ...] = ()
     log: LogConfig = LogConfig()

@@ -14,13 +14,16 @@ from hybridpipe.files import read_plan
 from hybridpipe.planning.checks import (
     AUTO_SYNC,
     BACKENDS,
+    GROUP_RULES,
     NO_COMPRESSION,
     ON_NONFINITE,
     PRECISIONS,
     integer,
     non_negative,
+    non_negative_int,
     one_of,
     positive,
+    positive_int,
 )
 from hybridpipe.planning.cluster import Cluster, check_compression
 from hybridpipe.planning.plan import Plan
@@ -144,6 +147,61 @@ class DataOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """Groups that each train a copy of the model and exchange weights now and then: the table [groups].
+
+    Each has its part of the ranks, all under one plan, and trains on its part of each minibatch.
+
+    Args:
+        count: number of groups; it divides the ranks and the minibatch.
+        every: updates between two exchanges.
+        rule: "average": all groups take the mean of their weights. "elastic": each group moves towards a
+            centre, which moves towards all of them (EASGD: Zhang et al. 2015, equations 5 and 6). "diloco":
+            the centre takes a step of Nesterov's momentum along the mean difference, and all groups take the
+            centre (Douillard et al. 2023, algorithm 1).
+        moving_rate: of "elastic": the part of its distance by which a group moves; None: 0.9 / count.
+        outer_lr, outer_momentum: of "diloco".
+        fragments: parts of the model, as large as each other, that are exchanged in turn, each after `every`
+            updates (Streaming DiLoCo: Douillard et al. 2025, section 2.1).
+        delay: of "diloco": updates between an exchange's begin and the use of its result, during which it
+            travels (section 2.2 there).
+        mixing: with `delay`: the part that a group keeps of its own weights, which have moved meanwhile
+            (equation 3 there).
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    count: int = 1
+    every: int = 32
+    rule: str = "diloco"
+    moving_rate: float | None = None
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("count", "every", "fragments"):
+            positive_int(name, getattr(self, name))
+        one_of("rule", self.rule, GROUP_RULES)
+        if self.moving_rate is not None:
+            positive("moving_rate", self.moving_rate)
+        positive("outer_lr", self.outer_lr)
+        for name in ("outer_momentum", "mixing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a number >= 0 and < 1, got {getattr(self, name)!r}")
+        if self.fragments > self.every:
+            raise ValueError(f"fragments must be <= every = {self.every}, got {self.fragments}")
+        non_negative_int("delay", self.delay)
+        if self.delay and self.rule != "diloco":
+            raise ValueError(f"delay must be 0 under rule = {self.rule!r}, got {self.delay}")
+        if self.delay >= self.every:
+            raise ValueError(f"delay must be < every = {self.every}, got {self.delay}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankOptions:
     """Options of the ranks: who trains together, on what, and how long one waits for another.
 
@@ -155,8 +213,10 @@ class RankOptions:
             Horovod where it is installed, unless another was measured to be faster.
         hang_timeout: seconds in one instruction or one wait for other ranks, after which a rank reports the
             state of every rank and ends the job; 0 for never.
+        groups: `GroupOptions`, for ranks that synchronise at each update within a group only.
 
     Raises:
+        TypeError: `groups` is something else.
         ValueError: a value is out of range.
     """
 
@@ -165,8 +225,11 @@ class RankOptions:
     cluster: Cluster | str | os.PathLike[str] | None = None
     sync: str = AUTO_SYNC
     hang_timeout: float = DEFAULT_HANG_SECONDS
+    groups: GroupOptions = GroupOptions()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.groups, GroupOptions):
+            raise TypeError(f"groups must be GroupOptions, got {self.groups!r}")
         one_of("sync", self.sync, (AUTO_SYNC, *BACKENDS))
         non_negative("hang_timeout", self.hang_timeout)
 

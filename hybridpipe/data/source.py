@@ -42,6 +42,8 @@ class Source:
         shuffle: True for a random order; None: as the caller of `fit` says.
         drop_last: leave out the samples behind the last full minibatch.
         num_workers: processes that load ahead; None: as the Trainer says.
+        share: of several groups, the index of this one and their number: each takes its part of every
+            minibatch, as large as each other's, and what does not divide is left out.
     """
 
     dataset: Any
@@ -50,6 +52,7 @@ class Source:
     shuffle: bool | None = None
     drop_last: bool = False
     num_workers: int | None = None
+    share: tuple[int, int] = (0, 1)
 
     @property
     def is_iterable(self) -> bool:
@@ -62,16 +65,23 @@ class Source:
         return self.collate_fn is not None
 
     def num_samples(self, minibatch_size: int) -> int | None:
-        """Return the number of samples of an epoch; None where only the end shows it."""
+        """Return the number of samples of an epoch in this share; None where only the end shows it.
+
+        Args:
+            minibatch_size: of this share.
+        """
         if self.is_iterable:
             return None
         sized: Any = self.dataset if self.sampler is None else self.sampler
-        return self._kept(len(sized), minibatch_size)
+        return self._kept(len(sized), minibatch_size * self.share[1]) // self.share[1]
 
     def order(self, minibatch_size: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-        """Return the indices of an epoch's samples in order, the same on every rank.
+        """Return the indices of an epoch's samples in order, the same on every rank of this share.
 
         A sampler's draws from the generators of torch, NumPy and Python follow from seed and epoch.
+
+        Args:
+            minibatch_size: of this share.
 
         Raises:
             UserError: the epoch holds no samples, or the sampler gives something else than their indices.
@@ -83,9 +93,10 @@ class Source:
                 seed_generators(random_key(seed, epoch, 0, AN_ORDER), CPU, python_too=True)
                 set_epoch(self.sampler, epoch)
                 indices = [_index(given) for given in islice(self.sampler, len(self.sampler))]
-        kept = indices[: self._kept(len(indices), minibatch_size)]
+        whole_size = minibatch_size * self.share[1]
+        kept = self._dealt(indices[: self._kept(len(indices), whole_size)], whole_size)
         if not kept:
-            raise self.empty_epoch(minibatch_size)
+            raise self.empty_epoch(whole_size)
         return kept
 
     def empty_epoch(self, minibatch_size: int) -> UserError:
@@ -98,6 +109,16 @@ class Source:
         return UserError(
             "an epoch must hold at least one sample, and the data set, or its sampler, gives none"
         )
+
+    def _dealt(self, indices: list[int], minibatch_size: int) -> list[int]:
+        """Return this share's part of each minibatch."""
+        index, count = self.share
+        dealt = []
+        for start in range(0, len(indices), minibatch_size):
+            minibatch = indices[start : start + minibatch_size]
+            each = len(minibatch) // count
+            dealt += minibatch[index * each : (index + 1) * each]
+        return dealt
 
     def _kept(self, count: int, minibatch_size: int) -> int:
         return count - count % minibatch_size if self.drop_last else count

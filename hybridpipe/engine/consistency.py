@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hybridpipe.collectives.horovod import CYCLE_TIME
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import Wait, rank_status
+from hybridpipe.config.options import GroupOptions
 from hybridpipe.data.samples import comparable, drawn_anew, fingerprint
 from hybridpipe.data.source import Source
 from hybridpipe.model.layers import Layers
@@ -204,7 +205,7 @@ def plan_text(plan: Plan) -> str:
     return f"{plan.name} under {plan.schedule} ({digest})"
 
 
-def settings(model: nn.Module, loss: Loss, rule: UpdateRule) -> dict[str, str]:
+def settings(model: nn.Module, loss: Loss, rule: UpdateRule, groups: GroupOptions) -> dict[str, str]:
     """Return the settings, beside optimizer, scheduler and data, that a resumed training must not change.
 
     `optimizer_per_stage` is none: it allows what a plan would refuse, and each start asks for it again.
@@ -218,6 +219,7 @@ def settings(model: nn.Module, loss: Loss, rule: UpdateRule) -> dict[str, str]:
         "compression": repr(rule.compression),
         "precision": repr(rule.precision),
         "frozen parameters": ", ".join(frozen) or "none",
+        "groups": repr(groups) if groups.count > 1 else "none",
     }
 
 

@@ -19,6 +19,7 @@ from hybridpipe.engine.splitting import whole_gradients
 from hybridpipe.engine.stashed_weights import StashedWeights
 from hybridpipe.model.rng import preserved_state
 from hybridpipe.model.tensors import TensorTree, Tree, handed_over, map_tensors
+from hybridpipe.optim.centre import Centre
 from hybridpipe.optim.gradient_sync import GradientSync
 from hybridpipe.optim.loss_scale import UNSCALED, LossScale, LossScales
 from hybridpipe.optim.nonfinite import NonfiniteCheck
@@ -90,6 +91,7 @@ class RankParts(NamedTuple):
         scales: of the losses of minibatches in flight; None: the scale is that of `update`, or there is none.
         shares: what each of the stage's replicas updates; None: everything.
         tensors: modules that the rank has in parts, as a shard; None: all are whole.
+        centre: the weights in common with other groups; None: there is one group, or nothing is trained.
     """
 
     plan: Plan
@@ -105,6 +107,7 @@ class RankParts(NamedTuple):
     scales: LossScales | None = None
     shares: ReplicaShares | None = None
     tensors: TensorSplit | None = None
+    centre: Centre | None = None
 
 
 class Executor:
@@ -117,6 +120,7 @@ class Executor:
         self.sync, self.update, self.check, self.shared = parts.sync, parts.update, parts.check, parts.shared
         self.loss_weights = parts.loss_weights or LossWeights(plan)
         self.scales, self.shares, self.tensors = parts.scales, parts.shares, parts.tensors
+        self.centre = parts.centre
         # Other shards have the same losses and outputs.
         self.counts = self.place is None or not self.place.shard
         # The chunks behind and before each one that lie on this rank, and so exchange without a message.
@@ -461,6 +465,8 @@ class ProgramRun:
         else:  # counts as an update, so that versions keep the plan's numbers
             update.skip(count)
             self.skipped = True
+        if self.executor.centre is not None:
+            self.executor.centre.after(update.num_minibatches, count)
         self.applied += count
         self.covered += count
 

@@ -7,7 +7,6 @@ so the sum is exact and the same on all ranks.
 import numpy as np
 
 from hybridpipe.comm.transport import Pending
-from hybridpipe.data.stream import Minibatch
 from hybridpipe.stage.losses import LossSum
 
 _BESIDE = 3  # numbers of ranks: those that want to end, were asked to stop, and have skipped the update
@@ -55,6 +54,6 @@ def carried(numbers: np.ndarray, wants_to_end: bool, asked_to_stop: bool, skippe
     return np.append(numbers, [float(wants_to_end), float(asked_to_stop), float(skipped)])
 
 
-def blank(minibatch: Minibatch) -> np.ndarray:
+def blank(num_microbatches: int) -> np.ndarray:
     """Return room for the `LossSum` of each microbatch."""
-    return np.zeros((len(minibatch.sizes), len(LossSum._fields)))
+    return np.zeros((num_microbatches, len(LossSum._fields)))

@@ -20,7 +20,10 @@ from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.planning.schedules.resume_point import ResumePoint, num_updates, versions_in_use
 from hybridpipe.stage.state import (
     BATCHES_AGREED,
+    CENTRE,
+    OF_GROUPS,
     SAMPLES_SEEN,
+    TRAVELLING,
     Generators,
     OfParameter,
     StageState,
@@ -82,6 +85,7 @@ class NewState:
         samples_seen: samples since the replicas last averaged their statistics; None: they just have.
         batches_agreed: numbers of batches at that averaging, by key.
         is_fresh: options and scheduler are the ones that the training was given, not the checkpoint's.
+        joins: the weights are another group's: the rank begins with what the groups have in common.
     """
 
     model: dict[str, Tensor] = field(default_factory=dict)
@@ -96,6 +100,7 @@ class NewState:
     samples_seen: int | None = None
     batches_agreed: dict[str, int] = field(default_factory=dict)
     is_fresh: bool = False
+    joins: bool = False
 
 
 def take(executor: Executor, plan: Plan, point: ResumePoint) -> RankState:
@@ -154,6 +159,7 @@ def put(executor: Executor, new: NewState) -> None:
             for of_stage, before in zip(layers.values(), executor.statistics.num_batches, strict=True)
         ]
     _put_update(executor, new)
+    _put_centre(executor, new)
     if executor.check is not None:
         executor.check.num_skipped = new.num_skipped
     if executor.stashed is not None:
@@ -171,6 +177,9 @@ def _put_update(executor: Executor, new: NewState) -> None:
     update = executor.update
     if update.optimizer is not None:
         put_optimizer(update.optimizer, updated(executor), new.parameters, not new.is_fresh)
+        for state in update.optimizer.state.values():
+            for name in OF_GROUPS:
+                state.pop(name, None)
     if new.loss_scales:  # on all ranks alike, fresh or not
         if update.loss_scale.changes:
             update.loss_scale = new.loss_scales[-1]
@@ -183,6 +192,25 @@ def _put_update(executor: Executor, new: NewState) -> None:
     update.num_minibatches = new.num_minibatches
     if update.scheduler is not None and new.scheduler is not None:
         update.scheduler.load_state_dict(new.scheduler.state)
+
+
+def _put_centre(executor: Executor, new: NewState) -> None:
+    """Load the weights that groups have in common, where the checkpoint has such."""
+    centre, keys = executor.centre, updated(executor)
+    kept = {
+        p: {name: t.to(p.device) for name, t in new.parameters[key].state.items() if name in OF_GROUPS}
+        for p, key in keys.items()
+        if key in new.parameters
+    }
+    if new.joins:
+        for p, of_groups in kept.items():
+            if CENTRE in of_groups:
+                overwrite(p.detach(), of_groups[CENTRE].to(p.dtype))
+            of_groups.pop(TRAVELLING, None)
+        if executor.shares is not None:
+            executor.shares.gather()
+    if centre is not None:
+        centre.load(kept)
 
 
 def stage_modules(executor: Executor) -> dict[int, StageModule]:
@@ -225,7 +253,8 @@ def _take_optimizer(executor: Executor, names: Mapping[Tensor, str], state: Stag
     mine = {parts[p]: key for p, key in names.items() if p in parts}
     of_part = {} if shares is None else {parts[p]: part for p, part in shares.cut.items() if p in parts}
     held = {parts[p]: part for p in names if p in parts and (part := held_part(p)) is not None}
-    take_optimizer(update.optimizer, mine, state, update.given.options, of_part, held)
+    beside = {} if executor.centre is None else executor.centre.kept()
+    take_optimizer(update.optimizer, mine, state, update.given.options, of_part, held, beside)
 
 
 def _of_stage(executor: Executor, s: int, layers: StageModule, buffers: Mapping[str, Tensor]) -> StageState:

@@ -23,9 +23,11 @@ from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.p2p import PointToPoint
 from hybridpipe.comm.sums import TensorSums
+from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.device import lanes_of
 from hybridpipe.engine import rank_state, whole_state
+from hybridpipe.engine.between_groups import BetweenGroups
 from hybridpipe.engine.executor import Executor, RankParts
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
@@ -59,11 +61,12 @@ from hybridpipe.types import Loss
 class Worker:
     """One rank under a plan that fits the model and the world.
 
-    Making one is collective over `world` and gives the model rank 0's weights.
+    Making one is collective over all groups and gives the model rank 0's weights.
 
     Args:
         plan: with replicas it names a backend in `sync`.
         rule: optimizer, learning-rate scheduler and clipping.
+        group: the ranks that train under the plan, among others that do as well.
         seed: seed of the run's random numbers.
         progress_thread: True if the transport needs a thread that moves messages while the rank computes.
         numbers: of the tensors on the meta device, of which the rank gets those of its stages.
@@ -76,7 +79,7 @@ class Worker:
         plan: Plan,
         loss: Loss,
         rule: UpdateRule,
-        world: MPI.Comm,
+        group: TrainingGroup,
         device: torch.device,
         seed: int,
         progress_thread: bool,
@@ -84,11 +87,13 @@ class Worker:
         splittable: Splittable = NOTHING_TO_SPLIT,
     ) -> None:
         self.layers, self.model, self.plan, self.device = layers, layers.model, plan, device
-        self.lanes = lanes_of(device)
+        self.group, world, self.lanes = group, group.world, lanes_of(device)
         self.place, self._is_cut = plan.place(world.rank), plan.num_stages > 1
         self.flushes = not plan.is_asynchronous  # each minibatch ends before the next begins
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
+        self._between = BetweenGroups(group, self.communicators) if group.count > 1 else None
+        self._everyone = self.control if self._between is None else self._between.everyone
         transport = FaultyTransport if faults.any_left() else MpiTransport
         peers, to_spare = self.communicators.peers, cores_to_spare(world)
         self.transport = transport(peers, to_spare, progress_thread, not self.lanes.on_host)
@@ -99,7 +104,7 @@ class Worker:
         self.courier = courier_of(self.transport, self.lanes, direct, others)
         self._left = False
         self.end_requested = False  # by a callback of this rank
-        whole_state.broadcast(self.model, self.control)
+        whole_state.broadcast(self.model, self._everyone)
         self.tensors: TensorSplit | None = None  # the modules that this rank has in parts
         self._split(splittable, numbers)
         if numbers is not None and self.place is not None:
@@ -179,6 +184,7 @@ class Worker:
             scales=LossScales(DYNAMIC, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
             shares=tie.shares,
             tensors=self.tensors,
+            centre=None if self._between is None else self._between.centre(update, tie),
         )
         if isinstance(self.transport, FaultyTransport):
             return FaultyExecutor(parts, self.transport)
@@ -321,9 +327,10 @@ class Worker:
             todo = self._program(len(minibatch.sizes), update)
             for done in self.executor.run(todo, Stream([minibatch], step)):
                 losses, events = done.losses, done.events
-            numbers = blank(minibatch)
+            count = len(minibatch.sizes)
+            numbers = blank(count * self.group.count)  # those of the first group come first
             for m, loss in losses.items():
-                numbers[m] = loss
+                numbers[self.group.index * count + m] = loss
             self._settle()
             return self.sum_losses(numbers), events
 
@@ -340,7 +347,7 @@ class Worker:
             done: number of these minibatches that the run before a resume trained on.
         """
         stream = Stream(minibatches, step)
-        numbers = list(map(blank, minibatches))
+        numbers = [blank(len(minibatch.sizes)) for minibatch in minibatches]
         ahead, scales = deque(numbers[done:]), self.executor.scales
         with failure.guard(), self._refusing_early_end():
             rest = self._resumed_program(len(stream.sizes), ResumePoint(done, len(minibatches)))
@@ -432,13 +439,31 @@ class Worker:
         for stage in stages:
             stage.module.eval()
         try:
-            yield
+            with self.with_centre():
+                yield
         finally:
             for module, training in modes:
                 module.training = training
             self._settle()
             for stage, before in zip(stages, vary, strict=True):
                 stage.layers.shapes_vary = before
+
+    @contextmanager
+    def with_centre(self) -> Iterator[None]:
+        """Let the model have the weights in common with other groups inside this context. Collective.
+
+        An error may be this rank's alone: then no other one is waited for.
+        """
+        centre, shares = self.executor.centre, self.executor.shares
+        if centre is None:
+            yield
+            return
+        with centre.in_place():
+            if shares is not None:
+                shares.gather()
+            yield
+        if shares is not None:
+            shares.gather()
 
     def infer(
         self,
@@ -465,25 +490,28 @@ class Worker:
             self.executor.infer(self._forward_program(len(minibatch.sizes)), minibatch, note, number)
             if self.tensors is not None:
                 self.tensors.check_outputs()
-            return self.sum_losses(numbers)
+            return self.sum_losses(numbers * self.group.is_first)  # other groups have the same
 
     def sum_losses(self, numbers: np.ndarray, skipped: bool = False) -> PendingLosses:
-        """Start to sum `numbers` over all ranks in the background. Collective.
+        """Start to sum `numbers` over the ranks of all groups in the background. Collective.
 
         Args:
             skipped: True if this rank has skipped its update.
         """
         summed = carried(numbers, self.end_requested, preemption.state.stop_requested, skipped)
-        request = self.control.Iallreduce(MPI.IN_PLACE, summed, op=MPI.SUM)
-        pending = self.transport.watch(request, summed, "sum of the losses")
+        request = self._everyone.Iallreduce(MPI.IN_PLACE, summed, op=MPI.SUM)
+        pending = self.transport.watch(request, summed, "sum of the losses", self._everyone.ranks)
         return PendingLosses(summed, numbers.shape, pending)
 
     def average_statistics(self) -> None:
         """Average the normalisation layers' statistics over a stage's replicas. Collective over them.
 
-        In training each replica's statistics come from its own microbatches only.
+        Those are the replicas in all groups. In training each replica's statistics come from its own
+        microbatches only.
         """
         replicas = self.communicators.along.get("replica")
+        if self._between is not None:
+            replicas = self._between.replicas
         if replicas is None or replicas.size == 1:
             return
 
@@ -522,12 +550,24 @@ class Worker:
         return [name for s in sorted(by_stage) for name in by_stage[s]]
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
-        """Return the whole model's present state on rank 0, on the CPU; None elsewhere. Collective."""
+        """Return the whole model's present state on rank 0 of all, on the CPU; None elsewhere. Collective.
+
+        With several groups its weights are those that they have in common.
+        """
         state = {key: tensor.clone() for key, tensor in self.gathered(self.model.state_dict())}
-        return state if self.control.rank == 0 else None
+        return state if self.group.leads else None
+
+    @property
+    def bytes_between_groups(self) -> int:
+        """Bytes of weights that this rank has sent to other groups so far."""
+        return 0 if self._between is None else self._between.bytes_sent
 
     def gathered(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors of the whole model's present state on rank 0 (`whole_state.gather`). Collective."""
+        with self.with_centre():
+            yield from self._gathered(keys)
+
+    def _gathered(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         self.average_statistics()
         axes = {key: part.axis for key, part in self.parts.items()}
         ranks = {
@@ -550,6 +590,8 @@ class Worker:
             experts.is_closed = True
         if self.tensors is not None:
             self.tensors.is_closed = True
+        if self._between is not None:
+            self._between.close()
         self.courier.close()
         self.transport.close()
         self.communicators.free()

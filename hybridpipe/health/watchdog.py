@@ -116,7 +116,7 @@ class Watchdog:
         self._sent.append((self._communicator.Isend([data, MPI.BYTE], rank, tag), data))
 
     def _activity(self) -> RankActivity:
-        wait = rank_status.wait
+        wait = rank_status.wait_among_all
         return RankActivity(
             str(rank_status),
             self._still_seconds,

@@ -16,6 +16,7 @@ NO_COMPRESSION = "none"
 COMPRESSIONS = {NO_COMPRESSION: 1.0, "fp16": 0.5}  # the share of a gradient's bytes that a reduction moves
 NO_PREDICTION = "off"
 PREDICTIONS = (NO_PREDICTION, "spectrain", "xpipe")  # of weights (`hybridpipe.optim.prediction`)
+GROUP_RULES = ("average", "elastic", "diloco")  # of groups (`hybridpipe.optim.centre`)
 AUTO_SYNC = "auto"  # the default backend that is there, unless another was measured to be clearly faster
 
 

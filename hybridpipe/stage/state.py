@@ -29,6 +29,8 @@ from hybridpipe.stage.parts import Piece
 
 JSON = Any
 FORMS = ("foreach", "fused")  # options that choose an implementation and change no formula
+# Beside an optimizer's state of a parameter, where groups exchange weights (`optim.centre`).
+CENTRE, OUTER_MOMENTUM, TRAVELLING = OF_GROUPS = "centre", "outer_momentum", "travelling"
 MEMBER = "optimizer"  # option of a group: the class of its optimizer, one of several (`optim.combined`)
 NAMES = "param_names"  # where torch's optimizers keep the names of a group's parameters
 AVERAGE = "ema"  # in an optimizer's state of a parameter: the average that `callbacks.EMA` keeps
@@ -151,6 +153,7 @@ def take_optimizer(
     given: Sequence[Mapping[str, Any]] = (),
     ranges: Mapping[Tensor, range] = MappingProxyType({}),
     held_parts: Mapping[Tensor, HeldPart] = MappingProxyType({}),
+    beside: Mapping[Tensor, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> None:
     """Add an optimizer's state of the parameters in `names` to a `StageState`.
 
@@ -162,6 +165,7 @@ def take_optimizer(
         ranges: the elements of what is held of the named parameter that a tensor stands for, where these are
             not all (`stage.parts`).
         held_parts: what is held of the named parameter, where it is a part.
+        beside: more state of each parameter, under names that the optimizer's own has not.
 
     Raises:
         UserError: a part of the state is neither tensor nor JSON, or belongs to no parameter.
@@ -182,7 +186,8 @@ def take_optimizer(
         if given:
             into.meta["given"].append(pack(dict(given[i]), f"given.{at}", into.tensors))
         for p in mine:
-            state = pack(dict(optimizer.state.get(p, {})), f"optimizer.{names[p]}", into.tensors)
+            own = {**optimizer.state.get(p, {}), **beside.get(p, {})}
+            state = pack(own, f"optimizer.{names[p]}", into.tensors)
             part = {"part": [ranges[p].start, ranges[p].stop]} if p in ranges else {}
             held = {"held": _as_json(held_parts[p])} if p in held_parts else {}
             into.meta["parameters"][names[p]] = {"group": at, "state": state, **part, **held}

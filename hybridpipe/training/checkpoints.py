@@ -7,7 +7,7 @@ completely, or not at all.
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ from torch import nn
 
 from hybridpipe.checkpoint import snapshot
 from hybridpipe.checkpoint.claim import Claim
-from hybridpipe.checkpoint.names import name_of, step_of
+from hybridpipe.checkpoint.directory import checkpoints
+from hybridpipe.checkpoint.names import name_of, of_group, step_of
 from hybridpipe.checkpoint.plain import is_weights
 from hybridpipe.checkpoint.policy import Checkpointing, Keeper
 from hybridpipe.checkpoint.resume import (
@@ -32,8 +33,8 @@ from hybridpipe.checkpoint.resume import (
 )
 from hybridpipe.checkpoint.snapshot import Saver
 from hybridpipe.comm.groups import barrier_with_timeout
-from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import rank_status
+from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.data.samples import DRAWN_ANEW
 from hybridpipe.engine import consistency
 from hybridpipe.engine.worker import Worker
@@ -65,7 +66,7 @@ class CheckpointManager:
 
     Args:
         sizes: settings that cannot change.
-        world: the ranks of the training.
+        group: the ranks of the training. Each of several groups saves in a folder of its own.
         state: the train state.
         metrics: the records so far.
         settings: returns all other settings as text by name. A resumed training must have the same, unless
@@ -75,12 +76,14 @@ class CheckpointManager:
     def __init__(
         self,
         sizes: Sizes,
-        world: MPI.Comm,
+        group: TrainingGroup,
         state: TrainState,
         metrics: Metrics,
         settings: Callable[[], Mapping[str, str]],
     ) -> None:
-        self._sizes, self._world, self._state, self._metrics = sizes, world, state, metrics
+        self._sizes, self._group, self._state, self._metrics = sizes, group, state, metrics
+        self._world = group.world
+        self._share = group.share_of("minibatch_size", sizes.minibatch_size)
         self._settings = settings
         self.limit_bytes: int | None = None  # of this process's memory; None: not limited
         self._callbacks: CallbackList | None = None  # of the last `fit`
@@ -99,9 +102,9 @@ class CheckpointManager:
         Raises:
             UserError: in a world of one; in others it ends the job.
         """
-        for root in (Path(folder).resolve() for folder in folders if self._world.rank == 0):
+        for root in (Path(folder).resolve() for folder in folders if self._group.leads):
             if root not in self._claims:
-                with failure.refusing(self._world.size):
+                with failure.refusing(self._group.everyone.size):
                     self._claims[root] = Claim(root)
 
     def enter(
@@ -129,12 +132,13 @@ class CheckpointManager:
             step, saved = self._state.step, "before the first minibatch, with nothing to save"
             if step:
                 saved = f"at step {step}, saved as {Path(settings.folder) / name_of(step)}"
-            preemption.stop(f"stopped {saved}", step, partial(barrier_with_timeout, self._world))
+            wait = partial(barrier_with_timeout, self._group.everyone)
+            preemption.stop(f"stopped {saved}", step, wait)
 
     def save(self, worker: Worker, settings: Checkpointing, microbatch_size: int) -> Path:
         """Save the state between two steps, and return the checkpoint's path. Collective."""
         keeper = self.keeper(worker, settings, microbatch_size, anew=True)
-        keeper.finish(self._state.step, self._state.resume_point(self._sizes.minibatch_size))
+        keeper.finish(self._state.step, self._state.resume_point(self._share))
         return Path(settings.folder) / name_of(self._state.step)
 
     def keeper(
@@ -162,7 +166,8 @@ class CheckpointManager:
         saved = None if anew else self._step_in(settings.folder)
         published = None if callbacks is None else partial(callbacks.tell, "on_checkpoint")
         room = partial(room_left, self.limit_bytes)
-        return Keeper(settings, self._saver, worker, self._state.step, saved, describe, published, room)
+        own = replace(settings, folder=of_group(Path(settings.folder), self._group.index))
+        return Keeper(own, self._saver, worker, self._state.step, saved, describe, published, room)
 
     def _described(self, worker: Worker, microbatch_size: int) -> dict[str, Any]:
         """Return the manifest's contents besides the step, for a snapshot whose losses have just come in."""
@@ -171,6 +176,7 @@ class CheckpointManager:
             **self._sizes._asdict(),
             "microbatch_size": microbatch_size,
             "ranks": self._world.size,
+            "group": [self._group.index, self._group.count],
             "past": asdict(self._metrics.past()),
             "settings": dict(self._settings()),
             "data": dict(self._data),
@@ -234,13 +240,13 @@ class CheckpointManager:
             UserError: the checkpoint is damaged or of another training, or there is none without `or_anew`.
         """
         of_resume = {"or_anew": repr(bool(or_anew)), "allow_changed": repr(bool(allow_changed))}
-        consistency.check_alike(self._world, of_resume)
-        if self._world.bcast(is_weights(source)):  # rank 0's disk decides which collective follows
+        consistency.check_alike(self._group.everyone, of_resume)
+        if self._group.everyone.bcast(is_weights(source)):  # rank 0's disk decides which collective follows
             load_plain(self._world, model, source, numbers)
             return None, [f"weights of {source}; everything else starts anew"]
         if or_anew:
             exit_report.continues(source)
-        found = find(self._world, source)
+        found = find(self._world, self._of_group(source))
         if isinstance(found, Nothing):
             if not or_anew:
                 raise UserError("; ".join([f"{source}: holds no checkpoint to resume from", *found.notes]))
@@ -262,6 +268,23 @@ class CheckpointManager:
             self._state.load(found.manifest.step, found.manifest.epoch, progress, found.run["history"])
         return found, [*found.notes, f"{AS_EXPECTED[1]}{found.path}: {found.place}"]
 
+    def _of_group(self, source: Path) -> Path:
+        """Return this group's checkpoint, of the newest step that all groups have, behind the user's path.
+
+        It is the first group's where others have none: they begin with what the groups have in common.
+        Collective over all groups.
+        """
+        if self._group.count == 1:
+            return source
+        own, step = of_group(source, self._group.index), step_of(source)
+        folder = own if step is None else own.parent
+        here = None if self._world.rank else {step_of(path) for path in checkpoints(folder)}
+        steps = [each for each in self._group.everyone.allgather(here) if each is not None]
+        in_all = {each for each in set.intersection(*steps) if each is not None}
+        if step is not None:
+            return own if step in in_all else source
+        return own / name_of(max(in_all)) if in_all else source
+
     def _resume_epochs(
         self, resume: Callable[..., list[str]], folder: str | os.PathLike[str], epochs: int
     ) -> int:
@@ -270,11 +293,11 @@ class CheckpointManager:
             for line in resume(folder, or_anew=True):
                 if not line.startswith(AS_EXPECTED):
                     self._tell(line)
-                elif self._world.rank == 0:
+                elif self._group.leads:
                     notices.say(line)
         if self._metrics.has_reached_target:
             return 0
-        return max(0, epochs - self._state.complete_epochs(self._sizes.minibatch_size))
+        return max(0, epochs - self._state.complete_epochs(self._share))
 
     def check_data(self, facts: Mapping[str, str]) -> None:
         """Compare the first data set after `find` with the checkpoint's.
@@ -304,7 +327,7 @@ class CheckpointManager:
                 self._tell(f"resuming with changed settings: {line}")
 
     def _tell(self, line: str) -> None:
-        if self._world.rank == 0:
+        if self._group.leads:
             notices.tell(line)
 
     def continues(self, plan: Plan) -> bool:
@@ -354,7 +377,8 @@ class CheckpointManager:
     def _step_in(self, folder: str | os.PathLike[str]) -> int | None:
         """Return the step of the resumed checkpoint if it is in this folder, else None."""
         came = self._came_from
-        if came is None or came.parent.resolve() != Path(folder).resolve():
+        own = of_group(Path(folder), self._group.index)
+        if came is None or came.parent.resolve() != own.resolve():
             return None
         return step_of(came)
 

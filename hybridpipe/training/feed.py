@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.config.options import DataOptions
 from hybridpipe.data.batches import Microbatches
 from hybridpipe.data.loader import loaded
@@ -29,12 +29,14 @@ class Feed:
     """The data sets of one training.
 
     Args:
-        minibatch_size: in samples.
+        minibatch_size: samples of a minibatch, of which each group takes its part.
         options: how they are drawn and loaded.
     """
 
-    def __init__(self, world: MPI.Comm, minibatch_size: int, options: DataOptions) -> None:
-        self._world, self._minibatch_size, self._seed = world, minibatch_size, options.seed
+    def __init__(self, group: TrainingGroup, minibatch_size: int, options: DataOptions) -> None:
+        self._world, self._seed, self._batch_size = group.everyone, options.seed, minibatch_size
+        self._minibatch_size = group.share_of("minibatch_size", minibatch_size)
+        self._share = group.index, group.count
         self._num_workers, self._collate_fn = options.num_workers, options.collate_fn
 
     def training_set(self, dataset: Any, drop_last: bool = False) -> Source:
@@ -46,8 +48,13 @@ class Feed:
         Raises:
             TypeError, ValueError: as `source_of`, or an IterableDataset cannot be loaded ahead.
         """
-        source = self._source("dataset", dataset, self._minibatch_size)
-        return replace(source, drop_last=True) if drop_last else source
+        source = self._source("dataset", dataset, self._batch_size)
+        if source.is_iterable and self._share[1] > 1:
+            raise UserError(
+                "dataset is an IterableDataset, whose samples have no index by which groups could deal them: "
+                "give it __len__ and __getitem__, or leave groups out"
+            )
+        return replace(source, drop_last=drop_last or source.drop_last, share=self._share)
 
     def held_out_set(self, name: str, dataset: Any) -> Source:
         """Return the source of a data set or DataLoader to evaluate on; its batch size may be any.
@@ -136,7 +143,7 @@ class Feed:
         Those are the ranks of the first and the last stage, and of others that use inputs; where shapes may
         vary, all that hold a stage.
         """
-        reads = worker.loads_samples or self._world.rank == 0
+        reads = worker.loads_samples or worker.control.rank == 0
         agree, size = partial(_agreed, worker), self._minibatch_size
         return Reader(source, size, microbatch_size, self._seed, agree=agree, reads=reads, **options)
 

@@ -188,7 +188,8 @@ class EpochLoop:
         minibatch, sums, seconds, made = travelling
         full = minibatch.num_samples == self._minibatch_size
         loss = sums.total()
-        record = self._metrics.note(self._state.epoch, loss.mean, minibatch.num_samples, seconds, full, made)
+        samples = minibatch.num_samples * self._worker.group.count
+        record = self._metrics.note(self._state.epoch, loss.mean, samples, seconds, full, made)
         self._progress.note(loss)
         # Every rank learns of wishes with this record, and none has trained beyond this step.
         recorded_step = self._state.step - self._progress.position + self._progress.recorded

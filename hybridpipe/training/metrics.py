@@ -204,7 +204,8 @@ class Metrics:
     def summary(self, worker: Worker) -> dict[str, Any] | None:
         """Figures of summary.json (docs/reference/files.md) on rank 0, None elsewhere. Collective.
 
-        Bytes are sums over all ranks. `memory_before_bytes` holds Python, libraries and the whole model, of
+        Bytes are sums over all ranks; of several groups, which are alike, all other figures are those of the
+        first one. `memory_before_bytes` holds Python, libraries and the whole model, of
         which `predicted_memory_bytes` contains the stage's weights only. `minibatch_seconds_median` is the
         longest of all ranks, because an early stage does not wait for the others at an epoch's end.
         `seconds_to_target` contains loading and `on_minibatch`, but no start-up, measuring or evaluation.
@@ -225,6 +226,7 @@ class Metrics:
                 "allreduced": worker.executor.bytes_reduced,
                 "gathered": worker.executor.bytes_gathered,
                 "left_out": worker.executor.num_skipped,
+                "between_groups": worker.bytes_between_groups,
             }
         )
         if notes is None:
@@ -232,12 +234,13 @@ class Metrics:
         seconds = max(notes[rank]["full"] for rank in worker.plan.ranks)
         past = self.past()
         used = [notes[rank]["busy"] for rank in worker.plan.ranks]
-        predicted = worker.plan.predicted
+        predicted, groups = worker.plan.predicted, worker.group.count
         return {
             "plan": worker.plan.name,
             "schedule": worker.plan.schedule,
-            "ranks": worker.control.size,
-            "ranks_used": worker.plan.num_ranks,
+            "ranks": worker.group.everyone.size,
+            "ranks_used": worker.plan.num_ranks * groups,
+            "groups": groups,
             "samples_per_second": past.most_samples / seconds if seconds else 0.0,
             "minibatch_seconds_median": seconds,
             "predicted_minibatch_seconds": predicted and predicted.minibatch_seconds,
@@ -254,9 +257,10 @@ class Metrics:
             "memory_limit_origin": [note["origin"] for note in notes],
             "predicted_memory_bytes": predicted
             and [predicted_bytes(worker.plan, rank) for rank in range(worker.control.size)],
-            "bytes_sent_p2p": sum(note["p2p"] for note in notes),
-            "bytes_allreduced": sum(note["allreduced"] for note in notes),
-            "bytes_gathered": sum(note["gathered"] for note in notes),
+            "bytes_sent_p2p": groups * sum(note["p2p"] for note in notes),
+            "bytes_allreduced": groups * sum(note["allreduced"] for note in notes),
+            "bytes_gathered": groups * sum(note["gathered"] for note in notes),
+            "bytes_between_groups": groups * sum(note["between_groups"] for note in notes),
             "updates_left_out": max(note["left_out"] for note in notes),
             "minibatches": past.minibatches,
         }

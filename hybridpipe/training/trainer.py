@@ -17,6 +17,8 @@ from torch import nn
 from hybridpipe.checkpoint.policy import Checkpointing
 from hybridpipe.comm.gpus import device_with_threads
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.status import rank_status
+from hybridpipe.comm.training_group import training_group
 from hybridpipe.config.options import (
     SINGLE,
     DataOptions,
@@ -37,7 +39,7 @@ from hybridpipe.health import failure, preemption
 from hybridpipe.health.watchdog import watch
 from hybridpipe.model import structure
 from hybridpipe.model.deferred_init.deferred import Factory, build_alike
-from hybridpipe.model.tensors import Tree
+from hybridpipe.model.tensors import Tree, num_samples, split
 from hybridpipe.optim.update import SchedulerFactory, UpdateRule
 from hybridpipe.planning.checks import integer
 from hybridpipe.planning.request import AUTO
@@ -118,6 +120,8 @@ class Trainer(TrainerView):
         failure.install()
         wanted = gathered(plan, update, data, ranks, options)
         self.world = MPI.COMM_WORLD if wanted.ranks.world is None else wanted.ranks.world
+        self.group = training_group(self.world, wanted.ranks.groups)
+        rank_status.first_rank = self.group.first_rank
         model, numbers, *_ = build_alike(model, self.world)
         precision = wanted.update.precision
         valid.check_trainable(model, loss, optimizer, lr_scheduler, precision, numbers is not None)
@@ -126,20 +130,21 @@ class Trainer(TrainerView):
         minibatch_size, microbatch_size = valid.sizes(minibatch_size, microbatch_size)
         self.model, self.loss, self.minibatch_size = model, loss, minibatch_size
         self.seed, hang_timeout = wanted.data.seed, wanted.ranks.hang_timeout
-        self._feed = Feed(self.world, minibatch_size, wanted.data)
+        self._feed = Feed(self.group, minibatch_size, wanted.data)
         self.rule = UpdateRule(optimizer, lr_scheduler, **values(wanted.update, UpdateOptions))
         keep_freed_memory()
         self.device = device_with_threads(self.world, valid.check_device(wanted.ranks.device))
         facts = values(wanted.plan) | {"sync": wanted.ranks.sync, "hang_timeout": hang_timeout}
         del facts["source"]  # a path may differ where the plan does not
         facts |= {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size, "seed": self.seed}
-        facts |= {"callbacks": names_of(self._callbacks)}
+        facts |= {"callbacks": names_of(self._callbacks), "groups": wanted.ranks.groups}
         consistency.check_arguments(self.world, model, loss, self.rule, wanted.given, metrics, **facts)
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
         self._console = Console(self.world, verbose)
         rule, device, say = self.rule, self.device, self._console.say
+        self._share = self.group.share_of("minibatch_size", minibatch_size)
         self._planner = Planner(
-            wanted, model, numbers, loss, rule, self.world, device, minibatch_size, microbatch_size, say
+            wanted, model, numbers, loss, rule, self.group, device, self._share, microbatch_size, say
         )
         self._begin_state()
         if not self._planner.waits:
@@ -152,8 +157,8 @@ class Trainer(TrainerView):
         self._worker, self._continues_plan = None, False
         self.state, self.metrics = TrainState(), Metrics()
         sizes = Sizes(self.seed, self.minibatch_size)
-        settings = partial(consistency.settings, self.model, self.loss, self.rule)
-        self._checkpoints = CheckpointManager(sizes, self.world, self.state, self.metrics, settings)
+        settings = partial(consistency.settings, self.model, self.loss, self.rule, self.group.options)
+        self._checkpoints = CheckpointManager(sizes, self.group, self.state, self.metrics, settings)
 
     def train_step(self, inputs: Tree, targets: Tree) -> float:
         """Train on one minibatch; every rank passes the same one.
@@ -172,6 +177,8 @@ class Trainer(TrainerView):
         if self._worker is None:
             valid.check_flushes(self._planner.schedule)
         consistency.check_same_minibatch(self.world, inputs, targets)
+        if self.group.count > 1:
+            inputs, targets = self._share_of(inputs, targets)
         if self._worker is None:
             self._start(self._planner.plan_for(slice_minibatch(inputs, targets, self.microbatch_size)))
         worker, state = self._worker, self.state
@@ -186,10 +193,10 @@ class Trainer(TrainerView):
         losses, events = worker.train(minibatch, state.step, self._updates)
         state.end_step(accumulates=not self._updates)
         loss, seconds = losses.total().mean, time.perf_counter() - began
-        samples = sum(minibatch.sizes)
+        samples = sum(minibatch.sizes) * self.group.count
         full, made = samples == self.minibatch_size, worker.executor.update.made
         self.metrics.keep(events, seconds, full)
-        epoch = state.complete_epochs(self.minibatch_size)
+        epoch = state.complete_epochs(self._share)
         return self.metrics.note(epoch, loss, samples, seconds, full, made).loss
 
     @contextmanager
@@ -284,13 +291,13 @@ class Trainer(TrainerView):
                 valid.warn_if_in_evaluation_mode(self.model)
             self.worker.zero_grad()
             noting = [] if on_minibatch is None else [OnMinibatch(on_minibatch)]
-            samples = dataset.num_samples(self.minibatch_size)
-            steps = self.state.last_step(epochs, samples, self.minibatch_size, max_steps)
+            samples = dataset.num_samples(self._share)
+            steps = self.state.last_step(epochs, samples, self._share, max_steps)
             run = Run(self, self._save, epochs, steps)
             callbacks = CallbackList([*self._callbacks, *noting, self._console], run)
             keeper = self._checkpoints.begin_fit(self.worker, checkpoint, self.microbatch_size, callbacks)
             validate = None if validation is None else partial(self._evaluate, validation, may_stop=True)
-            state, size = self.state, self.minibatch_size
+            state, size = self.state, self._share
             batches = partial(self._feed.epoch, self.worker, dataset, self.microbatch_size, shuffle, state)
             self._fitting = FitLoop(
                 self.worker, state, self.metrics, keeper, size, batches, validate, wanted, callbacks, breaks
@@ -387,7 +394,8 @@ class Trainer(TrainerView):
         self._make_ready(source)
         with self.worker.evaluating():
             batches = self._feed.evaluation(self.worker, source, self.microbatch_size)
-            return predict(self.worker, batches, partial(self._feed.first_samples, source))
+            outputs = predict(self.worker, batches, partial(self._feed.first_samples, source))
+        return outputs if self.group.is_first else None
 
     def _evaluate(self, source: Source, may_stop: bool = False) -> dict[str, float] | None:
         """Evaluate; with `may_stop`, return None on all ranks once one was asked to stop."""
@@ -418,6 +426,12 @@ class Trainer(TrainerView):
         valid.check_length_known(source, self.plan)
         self._checkpoints.check_data(facts)
 
+    def _share_of(self, inputs: Tree, targets: Tree) -> tuple[Tree, Tree]:
+        """Return this group's part of a minibatch that is in memory."""
+        index, count = self.group.index, self.group.count
+        share = self.group.share_of("samples of a minibatch", num_samples(inputs=inputs, targets=targets))
+        return split(inputs, share, count)[index], split(targets, share, count)[index]
+
     def _make_ready(self, source: Source) -> dict[str, str]:
         """Prepare for training or evaluation on a data set; return its fingerprint."""
         facts = self._feed.check("dataset", source)
@@ -443,6 +457,7 @@ class Trainer(TrainerView):
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
+        self.group.free()
 
     def _start(self, planned: Planned) -> None:
         self.choice = planned.choice
@@ -454,9 +469,9 @@ class Trainer(TrainerView):
             plan,
             self.loss,
             self.rule,
-            self.world,
+            self.group,
             self.device,
-            self.seed,
+            self.group.seed(self.seed),
             planned.progress_thread,
             numbers,
             planned.splittable,

@@ -4,12 +4,13 @@ Not known here: how a training is made. Invariant: nothing here changes a traini
 """
 
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.engine.worker import Worker
 from hybridpipe.model.layers import explain
 from hybridpipe.optim.update import UpdateRule
@@ -23,13 +24,15 @@ from hybridpipe.training.planner.choice import Choice
 from hybridpipe.training.planner.planner import Planner
 from hybridpipe.training.train_state import TrainState
 
-_FIXED = ("model", "loss", "seed", "minibatch_size", "rule", "world", "device")
+_Figures = TypeVar("_Figures")
+_FIXED = ("model", "loss", "seed", "minibatch_size", "rule", "world", "group", "device")
 
 
 class TrainerView:
     """The readable half of a `Trainer`, which sets these attributes."""
 
     world: MPI.Comm
+    group: TrainingGroup
     minibatch_size: int
     seed: int
     device: torch.device
@@ -37,6 +40,7 @@ class TrainerView:
     state: TrainState
     metrics: Metrics
     rule: UpdateRule
+    _share: int  # samples of a minibatch that each group trains on
     _planner: Planner
     _checkpoints: CheckpointManager
     _worker: Worker | None
@@ -61,7 +65,7 @@ class TrainerView:
     @property
     def epoch(self) -> int:
         """Complete epochs."""
-        return self.state.complete_epochs(self.minibatch_size)
+        return self.state.complete_epochs(self._share)
 
     @property
     def stopped(self) -> bool:
@@ -119,6 +123,8 @@ class TrainerView:
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """`model.state_dict()` of the whole model on rank 0; None elsewhere.
 
+        With several groups its weights are those that they have in common.
+
         Raises:
             RuntimeError: minibatches of an asynchronous schedule are under way.
         """
@@ -127,12 +133,16 @@ class TrainerView:
 
     def timeline(self) -> Timeline | None:
         """Timeline of a typical full minibatch on rank 0; None elsewhere."""
-        return self.metrics.timeline(self.worker)
+        return self._from_first(self.metrics.timeline(self.worker))
 
     def traced(self) -> Traced | None:
         """Timeline of the last full minibatches and each rank's time in them, on rank 0; None elsewhere."""
-        return self.metrics.traced(self.worker)
+        return self._from_first(self.metrics.traced(self.worker))
 
     def summary(self) -> dict[str, Any] | None:
         """Figures of the training so far, as in summary.json, on rank 0; None elsewhere."""
-        return self.metrics.summary(self.worker)
+        return self._from_first(self.metrics.summary(self.worker))
+
+    def _from_first(self, figures: _Figures | None) -> _Figures | None:
+        """Return the figures of the first group, whose rank 0 is the one of all."""
+        return figures if self.group.is_first else None

@@ -18,6 +18,7 @@ from hybridpipe.comm.groups import this_host
 from hybridpipe.comm.idle import measure_together
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.progress_thread import needs_progress_thread
+from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.config.options import Options, PlanOptions
 from hybridpipe.data.batches import microbatch_size_of, parts_of
 from hybridpipe.data.stream import Minibatch
@@ -54,7 +55,7 @@ from hybridpipe.training.planner.shards import first_shard, numbers_of_shards
 from hybridpipe.types import Loss
 
 
-def _shareable(request: PlanOptions, model: nn.Module, rule: UpdateRule, world: MPI.Comm) -> PlanOptions:
+def _shareable(request: PlanOptions, model: nn.Module, rule: UpdateRule, group: TrainingGroup) -> PlanOptions:
     """Return the request; nothing is sharded by choice if the optimizer cannot update parts of parameters.
 
     Collective: a trial may fail on one rank alone, as for want of memory.
@@ -63,10 +64,10 @@ def _shareable(request: PlanOptions, model: nn.Module, rule: UpdateRule, world: 
         return request
     with failure.guard():  # the user's factory may fail on this rank alone
         here = rule.why_not_halved(model)
-    why = next(filter(None, world.allgather(here)), None)
+    why = next(filter(None, group.everyone.allgather(here)), None)
     if why is None:
         return request
-    if world.rank == 0:
+    if group.leads:
         notices.tell(f"replicas shard no update: {why}")
     return replace(request, zero=0)
 
@@ -99,8 +100,9 @@ class Planner:
         options: of the training; with a limit of memory a given plan is predicted as well.
         model, numbers: the model, and the numbers of its tensors on the meta device.
         rule: optimizer and settings of updates.
+        group: the ranks to plan for; all groups have the plan of the first.
         device: of this rank.
-        minibatch_size: samples of a minibatch.
+        minibatch_size: samples of a minibatch, of those that the group trains on.
         microbatch_size: samples of a microbatch; None for a default or, with "auto", the best of several.
         say: called with lines about what is measured.
 
@@ -116,16 +118,17 @@ class Planner:
         numbers: Numbers | None,
         loss: Loss,
         rule: UpdateRule,
-        world: MPI.Comm,
+        group: TrainingGroup,
         device: torch.device,
         minibatch_size: int,
         microbatch_size: int | None,
         say: Callable[[str], None],
     ) -> None:
-        self.numbers, self._say = numbers, say
+        self.numbers, self._say, self._group, world = numbers, say, group, group.world
         self.folder: Path | None = None  # where measured machines are found, and kept
         request, given, memory = options.plan, options.given, options.plan.memory
-        request = _shareable(request, model, rule, world)
+        self._leads = group.leads
+        request = _shareable(request, model, rule, group)
         self._request, self._model, self._loss, self._rule = request, model, loss, rule
         self._layers: Layers | None = known_layers(model, rule.arithmetic)  # None before a recording
         self._predicts = request.predict or memory is not None
@@ -188,7 +191,7 @@ class Planner:
             return replace(plan, sync=None)
         allowed, measured = self.backends, None if self._cluster is None else self._cluster.sync
         sync = self._world.bcast(measured if measured in allowed else allowed[0])
-        if self._world.rank == 0:
+        if self._leads:
             if plan.sync not in (None, sync):
                 notices.tell(f"gradients are summed by {sync} instead of {plan.sync}, which the plan names")
             if measured not in (None, sync):
@@ -261,7 +264,7 @@ class Planner:
                 layers = made()
             consistency.check_alike(self._world, {"the forward of the model": layers.path})
             self._layers = layers
-            settings = layers.settings if self._world.rank == 0 else None
+            settings = layers.settings if self._leads else None
             if settings is not None and (names := settings.unwatched()):
                 what = "a change inside these attributes is not noticed, unless the object is replaced"
                 notices.tell(f"{what}: {few(names, ', ')}")
@@ -279,6 +282,10 @@ class Planner:
         """
         plan, choice = (self._given, None) if minibatch is None else self._made(minibatch)
         assert isinstance(plan, Plan)
+        if self._group.count > 1:
+            plan, self.microbatch_size = self._group.everyone.bcast((plan, self.microbatch_size))
+            if plan.is_asynchronous:
+                raise UserError(f"groups must have a synchronous schedule, got {plan.schedule}")
         plan = self.with_sync(plan)
         if choice is not None:
             choice = replace(choice, plan=plan)
@@ -302,7 +309,7 @@ class Planner:
         except ValueError as error:
             if given is not None:
                 raise
-            if self._world.rank == 0:
+            if self._leads:
                 notices.tell(f"experts are not split: {error}")
             return ()
 
@@ -347,7 +354,7 @@ class Planner:
                 return self._given, None
         choice = self._choice(layers, minibatch)
         if choice is not None and self._is_preferred and (line := misfit(choice.plan, self.memory)):
-            if self._world.rank == 0:
+            if self._leads:
                 notices.tell(f"{line}; a new plan is searched for")
             self._given, self._is_preferred = AUTO, False
             if self._wanted_size is None:
@@ -366,7 +373,7 @@ class Planner:
         if profile is None:
             self._say("measuring the model")
             profile, work = self._measured(layers, minibatch)
-        if layers.why_whole and self.plan is None and self._world.rank == 0:
+        if layers.why_whole and self.plan is None and self._leads:
             notices.tell(f"the model runs as one stage: {layers.why_whole}")
         try:
             machines = self._machines(profile, work)
@@ -379,7 +386,7 @@ class Planner:
         except ValueError as error:  # this, too
             if not isinstance(self._given, Plan):
                 raise
-            if self._world.rank == 0:
+            if self._leads:
                 notices.tell(f"the plan runs as given, without a prediction: {error}")
             return None
         self._cluster = machines  # for a second search
@@ -488,7 +495,7 @@ class Planner:
             file = MachinesFile(folder, now, self._shards)
             before = file.read(self._world)
             known = None if before is None else before.cluster
-            if known is not None and self._world.rank == 0:  # the report says so, too
+            if known is not None and self._leads:  # the report says so, too
                 notices.tell(f"machines as measured before (remove {file.path} to measure them anew)")
         if known is None and not is_alone:
             self._say("measuring the machines")
@@ -502,6 +509,6 @@ class Planner:
             device=self._device,
             with_sharding=self._shards,
         )
-        if known is None and file is not None and self._world.rank == 0:
+        if known is None and file is not None and self._leads:
             file.write(cluster, profile)
         return cluster.compressing(self._rule.compression, profile.dtype)

@@ -1,0 +1,83 @@
+"""Training group: the ranks that train one copy of the model, among groups that exchange weights seldom.
+
+Knows MPI only. Invariant: groups are as large as each other and follow one another in the world, so that the
+ranks of a site, which launchers number in a row, are in few groups.
+"""
+
+from dataclasses import dataclass
+
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.config.options import GroupOptions
+from hybridpipe.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingGroup:
+    """The group that this rank is in.
+
+    Args:
+        world: the ranks of this group.
+        everyone: the ranks of all groups; `world` itself if there is one.
+        index: of the group, from 0.
+        count: number of groups.
+        options: what they exchange, and when.
+    """
+
+    world: MPI.Comm
+    everyone: MPI.Comm
+    index: int = 0
+    count: int = 1
+    options: GroupOptions = GroupOptions()
+
+    @property
+    def is_first(self) -> bool:
+        """True in the first group, whose figures are told."""
+        return not self.index
+
+    @property
+    def leads(self) -> bool:
+        """True on rank 0 of all, which writes files and prints."""
+        return self.everyone.rank == 0
+
+    @property
+    def first_rank(self) -> int:
+        """Rank of this group's first rank among all."""
+        return self.index * self.world.size
+
+    def share_of(self, name: str, samples: int) -> int:
+        """Return the samples of a minibatch that each group trains on.
+
+        Args:
+            name: of the number, for the message.
+
+        Raises:
+            UserError: the groups do not divide them.
+        """
+        if samples % self.count:
+            raise UserError(f"{name} must be a multiple of groups.count = {self.count}, got {samples}")
+        return samples // self.count
+
+    def seed(self, seed: int) -> int:
+        """Return a seed for this group's layers, as groups must not draw alike; the first has the user's."""
+        return (seed + self.index * _STRIDE + 2**63) % 2**64 - 2**63
+
+    def free(self) -> None:
+        """Free the group's own communicator. Collective over the group."""
+        if self.count > 1:
+            self.world.Free()
+
+
+_STRIDE = 0x9E3779B97F4A7C15  # no small multiple of it comes near another seed
+
+
+def training_group(everyone: MPI.Comm, options: GroupOptions) -> TrainingGroup:
+    """Return this rank's group. Collective.
+
+    Raises:
+        UserError: the groups do not divide the ranks.
+    """
+    count = options.count
+    if everyone.size % count:
+        raise UserError(f"groups.count must divide the number of ranks, {everyone.size}, got {count}")
+    index = everyone.rank // (everyone.size // count)
+    return TrainingGroup(everyone if count == 1 else everyone.Split(index), everyone, index, count, options)

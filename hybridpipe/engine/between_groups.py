@@ -1,0 +1,63 @@
+"""Between groups: the communicators over all groups, and the centre that this rank keeps of its parameters.
+
+Knows one rank's parts; no step. Invariant: ranks at one place of all groups have the same parameters, in the
+same order.
+"""
+
+from hybridpipe.comm.group_sums import GroupSums
+from hybridpipe.comm.groups import Communicators, WatchedComm
+from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.training_group import TrainingGroup
+from hybridpipe.engine.replication import Replication
+from hybridpipe.model.held_part import axis_of
+from hybridpipe.optim.centre import Centre
+from hybridpipe.optim.update import Update
+
+
+class BetweenGroups:
+    """What a rank shares with other groups. Making one is collective over all ranks.
+
+    Args:
+        own: the communicators of its group.
+
+    Attributes:
+        everyone: the ranks of all groups.
+        replicas: those that hold the same stages, in all groups; None on a rank that holds none.
+    """
+
+    def __init__(self, group: TrainingGroup, own: Communicators) -> None:
+        self._group, self._of_stage = group, own.along.get("replica")
+        self.everyone = WatchedComm(group.everyone.Dup(), group.everyone, group.first_rank)
+        color = MPI.UNDEFINED if self._of_stage is None else min(self._of_stage.ranks)
+        made = group.everyone.Split(color)
+        self.replicas = None
+        if self._of_stage is not None:
+            self.replicas = WatchedComm(made, group.everyone, group.first_rank)
+        self._sums = GroupSums(group)
+        self._centre: Centre | None = None
+
+    def centre(self, update: Update, tie: Replication) -> Centre | None:
+        """Make the centre of what this rank updates; None without an optimizer. Collective over the stage."""
+        if update.optimizer is None:
+            return None
+        parameters = [p for each in update.optimizer.param_groups for p in each["params"]]
+        is_alike = tie.shares is None and not any(axis_of(p) == "replica" for p in parameters)
+        if is_alike and self._of_stage is not None and self._of_stage.size > 1:
+            self._sums.divide(self._of_stage)
+        options, sums = self._group.options, self._sums
+        self._centre = Centre(parameters, options, sums.add_up, sums.ranks)
+        return self._centre
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of weights that this rank has sent to other groups so far."""
+        return self._sums.bytes_sent
+
+    def close(self) -> None:
+        """Wait for what travels, and free the communicators. Collective over all ranks."""
+        if self._centre is not None:
+            self._centre.close()
+        self._sums.free()
+        self.everyone.Free()
+        if self.replicas is not None:
+            self.replicas.Free()

@@ -1,0 +1,170 @@
+"""Centre: the weights that groups have in common, and the rules by which groups and centre come together.
+
+Knows an optimizer's parameters and a sum over the groups; no communicator. Sources: EASGD (Zhang, Choromanska
+and LeCun 2015), DiLoCo (Douillard et al. 2023), Streaming DiLoCo (Douillard et al. 2025).
+Invariant: the centre is the same in all groups, bit for bit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hybridpipe.comm.status import rank_status
+from hybridpipe.config.options import GroupOptions
+from hybridpipe.stage.state import CENTRE, OUTER_MOMENTUM, TRAVELLING
+
+ELASTIC_RATE = 0.9  # beta of EASGD, over the number of groups
+
+Kept = dict[str, Tensor]  # of a parameter, by the names of `stage.state`
+
+
+class Centre:
+    """The centre of the parameters that a rank's optimizer updates.
+
+    Args:
+        parameters: in the same order in all groups; those that are not trained stay as they are.
+        add_up: adds the other groups' numbers to a flat tensor on the CPU, in place, and returns it.
+        ranks: those that add up together, for reports.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        options: GroupOptions,
+        add_up: Callable[[Tensor], Tensor],
+        ranks: Sequence[int] = (),
+    ) -> None:
+        self._parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
+        self._options, self._add_up, self._ranks = options, add_up, ranks
+        self._thread = ThreadPoolExecutor(1, "hybridpipe-groups")  # one, so that exchanges stay in order
+        self._travelling: dict[int, Future[Tensor]] = {}  # sums on their way, by fragment
+        self._kept: dict[Tensor, Kept] = {}
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Take the present weights, which are the same in all groups, as the centre."""
+        self.load({})
+
+    def after(self, done: int, new: int) -> None:
+        """Exchange what is due after an update. Collective over the groups.
+
+        Args:
+            done: minibatches in the weights.
+            new: those that the update has added.
+        """
+        options = self._options
+        for number in range(options.fragments):
+            begin = number * options.every // options.fragments
+            if self._is_due(begin, done, new) and (moves := self._moves(number)) is not None:
+                self._travelling[number] = self._thread.submit(self._add_up, moves)
+            if number in self._travelling and self._is_due(begin + options.delay, done, new):
+                with rank_status.waiting("exchange between groups", self._ranks):
+                    total = self._travelling.pop(number).result()
+                self._apply(number, total)
+
+    def kept(self) -> Mapping[Tensor, Kept]:
+        """Return what a checkpoint keeps of each parameter. Waits for what travels."""
+        found = {p: dict(kept) for p, kept in self._kept.items()}
+        for number, future in self._travelling.items():
+            for p, total in self._split(number, future.result()):
+                found[p][TRAVELLING] = total
+        return found
+
+    def load(self, kept: Mapping[Tensor, Kept]) -> None:
+        """Take what was kept; a parameter without any begins anew, with its weights as the centre."""
+        for future in self._travelling.values():
+            future.result()
+        self._kept = {p: {CENTRE: _copied(p)} | kept.get(p, {}) for p in self._parameters}
+        self._travelling = {}
+        for number in range(self._options.fragments):
+            totals = [self._kept[p].pop(TRAVELLING, None) for p in self._fragment(number)]
+            if totals and all(each is not None for each in totals):
+                future = self._travelling[number] = Future()
+                future.set_result(_flat(each for each in totals if each is not None))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the parameters have the centre inside this context, and their own weights after it."""
+        own = [p.detach().clone() for p in self._parameters]
+        for p in self._parameters:
+            p.detach().copy_(self._kept[p][CENTRE])
+        try:
+            yield
+        finally:
+            for p, weights in zip(self._parameters, own, strict=True):
+                p.detach().copy_(weights)
+
+    def close(self) -> None:
+        """End the thread, once nothing travels."""
+        self._thread.shutdown()
+
+    def _is_due(self, begin: int, done: int, new: int) -> bool:
+        every = self._options.every
+        return (done - begin) // every > (done - new - begin) // every
+
+    def _fragment(self, number: int) -> list[Tensor]:
+        """Return the parameters of a fragment, which has about as many elements as each other one."""
+        most, before, found = sum(p.numel() for p in self._parameters), 0, []
+        for p in self._parameters:
+            if (before * self._options.fragments) // max(1, most) == number:
+                found.append(p)
+            before += p.numel()
+        return [p for p in found if p.requires_grad]
+
+    def _moves(self, number: int) -> Tensor | None:
+        """Return how far this group is from the centre; None if the fragment has nothing that is trained."""
+        parameters = self._fragment(number)
+        moves = (p.detach() - self._kept[p][CENTRE] for p in parameters)
+        return _flat(moves) if parameters else None
+
+    def _split(self, number: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter of a fragment with its part of a flat tensor."""
+        at = 0
+        for p in self._fragment(number):
+            numbers = _numbers(p)
+            part = flat[at : at + numbers.numel()].view(numbers.shape)
+            at += numbers.numel()
+            yield p, (torch.view_as_complex(part) if p.is_complex() else part).to(p.device)
+
+    @torch.no_grad()
+    def _apply(self, number: int, totals: Tensor) -> None:
+        """Move a fragment of the centre and of this group, by the sum of all groups' moves."""
+        options, count = self._options, self._options.count
+        for p, total in self._split(number, totals):
+            own, kept = p.detach(), self._kept[p]
+            centre = kept[CENTRE]
+            if options.rule == "elastic":
+                rate = ELASTIC_RATE / count if options.moving_rate is None else options.moving_rate
+                own.sub_(rate * (own - centre))
+                centre.add_(total, alpha=rate)
+                continue
+            if options.rule == "average":
+                centre.add_(total / count)
+            else:
+                momentum = kept.setdefault(OUTER_MOMENTUM, torch.zeros_like(centre))
+                momentum.mul_(options.outer_momentum).sub_(total / count)
+                step = momentum * options.outer_momentum - total / count
+                centre.sub_(step, alpha=options.outer_lr)
+            own.copy_(torch.lerp(centre, own.to(centre.dtype), options.mixing) if options.delay else centre)
+
+
+def _copied(parameter: Tensor) -> Tensor:
+    """Return a copy; of half precision in float32, where the centre's small steps do not round away."""
+    kind = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter.detach().to(kind, copy=True)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def _flat(tensors: Iterator[Tensor]) -> Tensor:
+    """Return tensors as one of one dimension, on the CPU, in the widest dtype among them."""
+    flat = [_numbers(tensor).reshape(-1).cpu() for tensor in tensors]
+    kind = torch.float32
+    for each in flat:
+        kind = torch.promote_types(kind, each.dtype)
+    return torch.cat([each.to(kind) for each in flat])
