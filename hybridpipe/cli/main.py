@@ -197,8 +197,9 @@ def _probe(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from hybridpipe.files import read_cluster, read_profile, write_json
+    from hybridpipe.planning.search.groups import forecast_groups
     from hybridpipe.planning.search.search import search_sizes
-    from hybridpipe.report.tables import explain
+    from hybridpipe.report.tables import explain, groups_line
 
     profile, cluster = read_profile(options.profile), read_cluster(options.cluster)
     if options.compression != NO_COMPRESSION:
@@ -212,6 +213,10 @@ def _plan(options: argparse.Namespace) -> int:
     request = _request(options)
     try:
         found = search_sizes(profile, cluster, minibatch, request, ranks)
+        told = []
+        if options.groups:
+            given = options.groups, options.every
+            told = [groups_line(forecast_groups(profile, cluster, minibatch, request, *given), found[0].plan)]
     except ValueError as error:
         raise UserError(f"plan: {error}") from None
     best = found[0]
@@ -220,7 +225,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(best.plan)))
     else:
-        print(explain(best.plan, found, profile.scaled_to(best.samples), cluster, ranks))
+        print("\n".join([explain(best.plan, found, profile.scaled_to(best.samples), cluster, ranks), *told]))
     return 0
 
 

@@ -134,6 +134,12 @@ def add_plan(command: Command) -> None:
     )
     plan.add_argument("--microbatch", type=positive, help="samples; default: the best of the measured sizes")
     plan.add_argument(
+        "--groups", type=positive, help="also predict so many groups that exchange weights now and then"
+    )
+    plan.add_argument(
+        "--every", type=positive, default=32, help="with --groups: minibatches between exchanges; default: 32"
+    )
+    plan.add_argument(
         "--compression",
         choices=COMPRESSIONS,
         default=NO_COMPRESSION,

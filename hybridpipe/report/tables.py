@@ -12,8 +12,9 @@ from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.quantities import duration, size
 from hybridpipe.planning.schedules.generators import in_flight_per_stage
 from hybridpipe.planning.schedules.registry import DEFAULT
+from hybridpipe.planning.search.groups import GroupsForecast
 from hybridpipe.planning.search.placement import dealt
-from hybridpipe.planning.search.search import Candidate, fits, short_name, with_prediction
+from hybridpipe.planning.search.search import Candidate, fits, seconds_of, short_name, with_prediction
 from hybridpipe.planning.simulator.predict import is_simulated, predict
 from hybridpipe.planning.timeline import Timeline
 from hybridpipe.report.stage_figures import StageFigures, bottleneck, stage_figures
@@ -216,6 +217,19 @@ def explain(
     """Return `plan_lines` and `plan_details` as one text."""
     lines = plan_lines(plan, candidates, profile, cluster, num_ranks)
     return "\n".join([*lines, "", plan_details(plan, candidates, profile, cluster)])
+
+
+def groups_line(groups: GroupsForecast, plan: Plan) -> str:
+    """Say what groups would take, beside a plan on all ranks."""
+    own = groups.plan.predicted
+    assert own is not None
+    exchange = f"{duration(groups.exchange_seconds)} for {size(groups.exchanged_bytes)} / {groups.every}"
+    return (
+        f"{groups.count} groups of plan {short_name(groups.plan)}, every {groups.every} minibatches: "
+        f"{duration(groups.minibatch_seconds)} a minibatch ({duration(own.minibatch_seconds)} + {exchange}), "
+        f"where {short_name(plan)} takes {duration(seconds_of(plan))}; "
+        "groups learn otherwise (docs/guide/groups.md)"
+    )
 
 
 def _prediction(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[str]:
