@@ -70,8 +70,8 @@ class SavedModel:
 
     Args:
         path: of a checkpoint whose hashes were compared (`find_checkpoint`).
-        averages: parameters have the averages that `callbacks.EMA` keeps, where there is one. Those of several
-            groups have the weights that these have in common.
+        averages: parameters have the averages that `callbacks.EMA` keeps, where there is one. Without them,
+            those of several groups have the weights that these have in common.
 
     The attribute `forms` has its tensors on the meta device, by key, in the order of `state_dict()`.
 

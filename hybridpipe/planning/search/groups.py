@@ -4,8 +4,7 @@ Not known here: what groups learn. Invariant: nothing is chosen here, as groups 
 """
 
 import math
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
@@ -14,7 +13,8 @@ from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.search import search_sizes
 
 
-class GroupsForecast(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class GroupsForecast:
     """The predicted time of groups.
 
     Args:

@@ -62,15 +62,18 @@ class Reference:
         self.centre = {name: p.detach().clone() for name, p in make_model().named_parameters()}
         self.velocity = {name: torch.zeros_like(p) for name, p in self.centre.items()}
         self.means: dict[str, torch.Tensor] = {}  # of groups' weights, under way
-        names = list(self.centre)
-        stages = [names] if num_stages == 1 else [[n for n in names if (int(n[0]) < CUT) == s] for s in (1, 0)]
-        self.fragments = [self.fragment(stage, number) for stage in stages for number in range(options.fragments)]
+        stages = [list(self.centre)]
+        if num_stages == 2:
+            stages = [[name for name in self.centre if (int(name[0]) < CUT) == first] for first in (True, False)]
+        numbers = range(options.fragments)
+        self.fragments = [self.fragment(stage, number) for stage in stages for number in numbers]
 
     def fragment(self, names: list[str], number: int) -> tuple[int, list[str]]:
         """Return a fragment's first update, and the parameters of a stage that begin in its part."""
         ends = torch.tensor([self.centre[name].numel() for name in names]).cumsum(0)
-        starts, of_all, count = [0, *ends[:-1].tolist()], int(ends[-1]), self.options.fragments
-        inside = [n for n, at in zip(names, starts, strict=True) if number <= count * at / of_all < number + 1]
+        count = self.options.fragments
+        parts = [count * start / int(ends[-1]) for start in [0, *ends[:-1].tolist()]]
+        inside = [name for name, at in zip(names, parts, strict=True) if number <= at < number + 1]
         return number * self.options.every // count, inside
 
     def train(self, inputs, targets, step: int) -> float:
@@ -148,18 +151,16 @@ def compare(name: str, kind: str, rule: dict) -> None:
         for start in range(0, SAMPLES, MINIBATCH):
             step += 1
             wanted.append(reference.train(*data[start : start + MINIBATCH], step))
-    furthest = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
-    found = trainer.evaluate(data)["loss"]
-    state = trainer.full_state_dict() or {}
-    for key, p in dict(own_weights(trainer)).items():
-        furthest = max(furthest, float((p - reference.models[trainer.group.index].state_dict()[key]).abs().max()))
     model = make_model()
     model.load_state_dict(reference.centre)
     with torch.no_grad():
-        furthest = max(furthest, abs(found - float(nn.functional.cross_entropy(model(data[:][0]), data[:][1]))))
-    for key, tensor in state.items():
-        furthest = max(furthest, float((tensor - reference.centre[key]).abs().max()))
-    furthest = max(trainer.world.allgather(furthest))
+        loss = float(nn.functional.cross_entropy(model(data[:][0]), data[:][1]))
+    own, state = reference.models[trainer.group.index].state_dict(), trainer.full_state_dict() or {}
+    apart = [abs(a - b) for a, b in zip(losses, wanted, strict=True)]
+    apart += [abs(trainer.evaluate(data)["loss"] - loss)]
+    apart += [float((p - own[key]).abs().max()) for key, p in own_weights(trainer).items()]
+    apart += [float((tensor - reference.centre[key]).abs().max()) for key, tensor in state.items()]
+    furthest = max(trainer.world.allgather(max(apart)))
     if trainer.world.rank == 0:
         print(f"{name} {kind} {' '.join(map(str, rule.values()))}: {furthest:.1e}", flush=True)
     assert furthest < 1e-12
