@@ -159,7 +159,7 @@ def load_validated(worker: Worker, folder: Path) -> None:
         overwrite(tensor, values)
     worker.executor.statistics.begin_anew()
     if worker.executor.centre is not None:
-        worker.executor.centre.begin_anew()
+        worker.executor.centre.reset()
 
 
 def check_model(found: Found, model: nn.Module) -> None:

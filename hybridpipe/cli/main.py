@@ -215,8 +215,9 @@ def _plan(options: argparse.Namespace) -> int:
         found = search_sizes(profile, cluster, minibatch, request, ranks)
         told = []
         if options.groups:
-            given = options.groups, options.every
-            told = [groups_line(forecast_groups(profile, cluster, minibatch, request, *given), found[0].plan)]
+            count, every = options.groups, options.every
+            groups = forecast_groups(profile, cluster, minibatch, request, count, every)
+            told = [groups_line(groups, found[0].plan)]
     except ValueError as error:
         raise UserError(f"plan: {error}") from None
     best = found[0]

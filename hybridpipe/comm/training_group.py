@@ -31,7 +31,7 @@ class TrainingGroup:
 
     @property
     def is_first(self) -> bool:
-        """True in the first group, whose figures are told."""
+        """True in the first group, whose figures are printed."""
         return not self.index
 
     @property

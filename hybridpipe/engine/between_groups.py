@@ -1,4 +1,4 @@
-"""Between groups: the communicators over all groups, and the centre that this rank keeps of its parameters.
+"""Groups' communicators, and the centre that this rank keeps of its parameters.
 
 Knows one rank's parts; no step. Invariant: ranks at one place of all groups have the same parameters, in the
 same order.
@@ -15,7 +15,7 @@ from hybridpipe.optim.update import Update
 
 
 class BetweenGroups:
-    """What a rank shares with other groups. Making one is collective over all ranks.
+    """The communicators over all groups. Making one is collective over all ranks.
 
     Args:
         own: the communicators of its group.
@@ -45,13 +45,8 @@ class BetweenGroups:
         if is_alike and self._of_stage is not None and self._of_stage.size > 1:
             self._sums.divide(self._of_stage)
         options, sums = self._group.options, self._sums
-        self._centre = Centre(parameters, options, sums.add_up, sums.ranks)
+        self._centre = Centre(parameters, options, sums)
         return self._centre
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of weights that this rank has sent to other groups so far."""
-        return self._sums.bytes_sent
 
     def close(self) -> None:
         """Wait for what travels, and free the communicators. Collective over all ranks."""

@@ -152,23 +152,6 @@ class Executor:
         """Number of updates skipped so far because a number was not finite."""
         return 0 if self.check is None else self.check.num_skipped
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of activations and gradients sent so far, tokens of experts among them."""
-        of_shared = 0 if self.shared is None else self.shared.bytes_sent
-        of_experts = sum(stage.bytes_exchanged for stage in self.stages)
-        return of_shared + of_experts + sum(each.bytes_sent for each in self.p2p)
-
-    @property
-    def bytes_reduced(self) -> int:
-        """Bytes of gradients handed to an all-reduce or a reduce-scatter so far."""
-        return 0 if self.sync is None else self.sync.bytes_reduced
-
-    @property
-    def bytes_gathered(self) -> int:
-        """Bytes of weights that all-gathers have completed so far."""
-        return 0 if self.shares is None else self.shares.bytes_gathered
-
     def run(self, program: RankProgram, stream: Stream, done: int = 0) -> Iterator[UpdateResult]:
         """Train on a stream; yields after each update, and at the end if events follow the last one.
 

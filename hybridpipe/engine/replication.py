@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridpipe.collectives.backends import open_collectives
 from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.status import rank_status
 from hybridpipe.health import failure
@@ -22,6 +23,7 @@ from hybridpipe.optim.shares import ReplicaShares, axes_of
 from hybridpipe.optim.update import UpdateRule
 from hybridpipe.planning.plan import Place, Plan
 from hybridpipe.stage.stage import Stage
+from hybridpipe.stage.statistics import RunningStatistics
 from hybridpipe.stage.weights import sparse_parameters
 
 
@@ -95,3 +97,19 @@ def replication(
         alike, replicas, collectives, shares, scatters, frees, shared, rule.compression, sparse, late
     )
     return Replication(parameters, sync, shares, place)
+
+
+def average_statistics(statistics: RunningStatistics, replicas: MPI.Comm) -> None:
+    """Average running statistics over replicas. Collective over them."""
+
+    def sum_all(tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        replicas.Allreduce(MPI.IN_PLACE, total.numpy(), op=MPI.SUM)
+        return total
+
+    def from_first(tensor: Tensor) -> Tensor:
+        sent = tensor.clone()
+        replicas.Bcast(sent.numpy(), 0)
+        return sent
+
+    statistics.agree(sum_all, from_first)

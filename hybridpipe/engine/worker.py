@@ -33,7 +33,7 @@ from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
 from hybridpipe.engine.pending import PendingLosses, blank, carried
 from hybridpipe.engine.rank_state import NewState, RankState
-from hybridpipe.engine.replication import replication
+from hybridpipe.engine.replication import average_statistics, replication
 from hybridpipe.engine.splitting import NOTHING_TO_SPLIT, Splittable, split_experts, split_tensors
 from hybridpipe.environment.allocator import returning_freed_memory
 from hybridpipe.errors import UserError
@@ -504,28 +504,15 @@ class Worker:
         return PendingLosses(summed, numbers.shape, pending)
 
     def average_statistics(self) -> None:
-        """Average the normalisation layers' statistics over a stage's replicas. Collective over them.
+        """Average the normalisation layers' statistics over a stage's replicas, in all groups. Collective.
 
-        Those are the replicas in all groups. In training each replica's statistics come from its own
-        microbatches only.
+        In training each replica's statistics come from its own microbatches only.
         """
         replicas = self.communicators.along.get("replica")
         if self._between is not None:
             replicas = self._between.replicas
-        if replicas is None or replicas.size == 1:
-            return
-
-        def sum_all(tensor: Tensor) -> Tensor:
-            total = tensor.clone()
-            replicas.Allreduce(MPI.IN_PLACE, total.numpy(), op=MPI.SUM)
-            return total
-
-        def from_first(tensor: Tensor) -> Tensor:
-            sent = tensor.clone()
-            replicas.Bcast(sent.numpy(), 0)
-            return sent
-
-        self.executor.statistics.agree(sum_all, from_first)
+        if replicas is not None and replicas.size > 1:
+            average_statistics(self.executor.statistics, replicas)
 
     def state_dict(self, point: ResumePoint) -> RankState:
         """Return this rank's state at a resume point; its tensors are the live ones, not copies."""
@@ -535,20 +522,6 @@ class Worker:
         """Load a state into this rank."""
         rank_state.put(self.executor, state)
 
-    def not_split(self) -> list[str] | None:
-        """Return the trained modules whose backward is not split under zero-bubble. Collective.
-
-        Ranks other than 0 get None.
-        """
-        if not self.plan.traits.splits_backward:
-            return []
-        held = zip(self.executor.held, self.executor.stages, strict=True)
-        gathered = self.control.gather([(s, stage.not_split) for s, stage in held])
-        if gathered is None:
-            return None
-        by_stage = dict(each for ranks_own in gathered for each in ranks_own)  # replicas say the same
-        return [name for s in sorted(by_stage) for name in by_stage[s]]
-
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's present state on rank 0 of all, on the CPU; None elsewhere. Collective.
 
@@ -556,11 +529,6 @@ class Worker:
         """
         state = {key: tensor.clone() for key, tensor in self.gathered(self.model.state_dict())}
         return state if self.group.leads else None
-
-    @property
-    def bytes_between_groups(self) -> int:
-        """Bytes of weights that this rank has sent to other groups so far."""
-        return 0 if self._between is None else self._between.bytes_sent
 
     def gathered(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors of the whole model's present state on rank 0 (`whole_state.gather`). Collective."""

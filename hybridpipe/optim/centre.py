@@ -5,9 +5,10 @@ and LeCun 2015), DiLoCo (Douillard et al. 2023), Streaming DiLoCo (Douillard et 
 Invariant: the centre is the same in all groups, bit for bit.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,30 +22,43 @@ ELASTIC_RATE = 0.9  # beta of EASGD, over the number of groups
 Kept = dict[str, Tensor]  # of a parameter, by the names of `stage.state`
 
 
+class Sums(Protocol):
+    """Sums over the groups.
+
+    Attributes:
+        ranks: those that add up together, for reports.
+        bytes_sent: by this rank to other groups so far.
+    """
+
+    ranks: tuple[int, ...]
+    bytes_sent: int
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Add the other groups' numbers to a flat tensor on the CPU, in place, and return it."""
+
+
 class Centre:
     """The centre of the parameters that a rank's optimizer updates.
 
     Args:
         parameters: in the same order in all groups; those that are not trained stay as they are.
-        add_up: adds the other groups' numbers to a flat tensor on the CPU, in place, and returns it.
-        ranks: those that add up together, for reports.
+        sums: adds the other groups' numbers up.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         options: GroupOptions,
-        add_up: Callable[[Tensor], Tensor],
-        ranks: Sequence[int] = (),
+        sums: Sums,
     ) -> None:
         self._parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
-        self._options, self._add_up, self._ranks = options, add_up, ranks
+        self._options, self.sums = options, sums
         self._thread = ThreadPoolExecutor(1, "hybridpipe-groups")  # one, so that exchanges stay in order
         self._travelling: dict[int, Future[Tensor]] = {}  # sums on their way, by fragment
         self._kept: dict[Tensor, Kept] = {}
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Take the present weights, which are the same in all groups, as the centre."""
         self.load({})
 
@@ -59,9 +73,9 @@ class Centre:
         for number in range(options.fragments):
             begin = number * options.every // options.fragments
             if self._is_due(begin, done, new) and (moves := self._moves(number)) is not None:
-                self._travelling[number] = self._thread.submit(self._add_up, moves)
+                self._travelling[number] = self._thread.submit(self.sums.add_up, moves)
             if number in self._travelling and self._is_due(begin + options.delay, done, new):
-                with rank_status.waiting("exchange between groups", self._ranks):
+                with rank_status.waiting("exchange between groups", self.sums.ranks):
                     total = self._travelling.pop(number).result()
                 self._apply(number, total)
 
@@ -74,7 +88,7 @@ class Centre:
         return found
 
     def load(self, kept: Mapping[Tensor, Kept]) -> None:
-        """Take what was kept; a parameter without any begins anew, with its weights as the centre."""
+        """Take what was kept; of a parameter without any the weights become the centre."""
         for future in self._travelling.values():
             future.result()
         self._kept = {p: {CENTRE: _copied(p)} | kept.get(p, {}) for p in self._parameters}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hybridpipe.device import peak_memory_bytes
+from hybridpipe.engine.traffic import Traffic, traffic
 from hybridpipe.engine.worker import Worker
 from hybridpipe.environment.memory_limits import RankMemory
 from hybridpipe.optim.update import Made
@@ -222,11 +223,8 @@ class Metrics:
                 "before": self._memory.held_bytes,
                 "limit": self._memory.limit_bytes,
                 "origin": self._memory.origin,
-                "p2p": worker.executor.bytes_sent,
-                "allreduced": worker.executor.bytes_reduced,
-                "gathered": worker.executor.bytes_gathered,
+                "traffic": traffic(worker.executor),
                 "left_out": worker.executor.num_skipped,
-                "between_groups": worker.bytes_between_groups,
             }
         )
         if notes is None:
@@ -235,6 +233,9 @@ class Metrics:
         past = self.past()
         used = [notes[rank]["busy"] for rank in worker.plan.ranks]
         predicted, groups = worker.plan.predicted, worker.group.count
+        moved = Traffic(
+            *(groups * sum(kind) for kind in zip(*(note["traffic"] for note in notes), strict=True))
+        )
         return {
             "plan": worker.plan.name,
             "schedule": worker.plan.schedule,
@@ -257,10 +258,10 @@ class Metrics:
             "memory_limit_origin": [note["origin"] for note in notes],
             "predicted_memory_bytes": predicted
             and [predicted_bytes(worker.plan, rank) for rank in range(worker.control.size)],
-            "bytes_sent_p2p": groups * sum(note["p2p"] for note in notes),
-            "bytes_allreduced": groups * sum(note["allreduced"] for note in notes),
-            "bytes_gathered": groups * sum(note["gathered"] for note in notes),
-            "bytes_between_groups": groups * sum(note["between_groups"] for note in notes),
+            "bytes_sent_p2p": moved.sent,
+            "bytes_allreduced": moved.reduced,
+            "bytes_gathered": moved.gathered,
+            "bytes_between_groups": moved.between_groups,
             "updates_left_out": max(note["left_out"] for note in notes),
             "minibatches": past.minibatches,
         }

@@ -113,7 +113,15 @@ class TrainerView:
 
     def not_split(self) -> list[str] | None:
         """Trained modules whose backward a splitting schedule cannot split; on rank 0, else None."""
-        return self.worker.not_split()
+        if not self.plan.traits.splits_backward:
+            return []
+        executor = self.worker.executor
+        held = zip(executor.held, executor.stages, strict=True)
+        gathered = self.worker.control.gather([(s, stage.not_split) for s, stage in held])
+        if gathered is None or not self.group.is_first:
+            return None
+        by_stage = dict(each for ranks_own in gathered for each in ranks_own)  # replicas say the same
+        return [name for s in sorted(by_stage) for name in by_stage[s]]
 
     def explain(self) -> str | None:
         """Text about what is made of the model, on rank 0; RuntimeError before its forward is recorded."""

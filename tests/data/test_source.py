@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 from itertools import count as counted
 
 import pytest
@@ -242,3 +243,22 @@ def test_what_cannot_be_followed_is_refused(given, told):
 def test_processes_do_not_load_an_iterable_data_set():
     with pytest.raises(ValueError, match=r"is an IterableDataset, .* leave num_workers = 2 out"):
         source_of("dataset", loader(Stream(), num_workers=2))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_groups_take_their_parts_of_each_minibatch(shuffle):
+    """Together they have the samples that one group would have, minibatch by minibatch, but for the rest."""
+    whole = source_of("dataset", NUMBERS)
+    shares = [replace(whole, share=(index, 3)) for index in range(3)]
+    order = whole.order(9, 0, 0, shuffle)
+    dealt = [share.order(3, 0, 0, shuffle) for share in shares]
+    assert [len(each) for each in dealt] == [share.num_samples(3) for share in shares] == [6, 6, 6]
+    for i in range(2):  # the last two of twenty samples do not divide
+        together = [sample for each in dealt for sample in each[3 * i : 3 * i + 3]]
+        assert together == order[9 * i : 9 * i + 9]
+
+
+def test_a_short_minibatch_is_dealt_as_well():
+    share = replace(source_of("dataset", NUMBERS), share=(1, 2))
+    assert share.order(8, 0, 0, False) == [*range(8, 16), 18, 19]
+    assert replace(share, drop_last=True).order(8, 0, 0, False) == [*range(8, 16)]

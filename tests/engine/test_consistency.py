@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from hybridpipe.comm.status import rank_status
+from hybridpipe.config.options import GroupOptions
 from hybridpipe.data.samples import DRAWN_ANEW
 from hybridpipe.data.source import Source
 from hybridpipe.engine.consistency import (
@@ -257,10 +258,11 @@ def test_a_model_is_told_by_its_layers_tensors_modes_and_what_is_trained():
 def test_settings_name_what_is_frozen():
     rule = UpdateRule(torch.optim.SGD, clip_grad_norm=1.5)
     model = nn.Sequential(nn.Linear(2, 3))
-    assert settings(model, nn.functional.mse_loss, rule)["frozen parameters"] == "none"
+    assert settings(model, nn.functional.mse_loss, rule, GroupOptions())["frozen parameters"] == "none"
     model[0].bias.requires_grad_(False)
-    found = settings(model, nn.functional.mse_loss, rule)
+    found = settings(model, nn.functional.mse_loss, rule, GroupOptions())
     assert found["frozen parameters"] == "0.bias" and found["clip_grad_norm"] == "1.5"
+    assert found["groups"] == "none"
 
 
 def test_a_callable_is_told_by_its_code_and_what_it_closes_over():

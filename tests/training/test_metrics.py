@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.environment.memory_limits import RankMemory
 from hybridpipe.planning.plan import Plan, Prediction, StageSpec
 from hybridpipe.planning.schedules.instructions import AllReduce, Backward, Forward, Step
@@ -15,9 +16,16 @@ from hybridpipe.training.metrics import KEPT, WARM_UP, Metrics, MinibatchRecord,
 
 
 def worker(predicted: Prediction | None = None) -> SimpleNamespace:
-    executor = SimpleNamespace(bytes_sent=300, num_skipped=0, bytes_reduced=70, bytes_gathered=50)
+    parts = {"p2p": [SimpleNamespace(bytes_sent=300)], "sync": SimpleNamespace(bytes_reduced=70)}
+    parts |= {"shares": SimpleNamespace(bytes_gathered=50), "shared": None, "centre": None, "stages": ()}
     plan = Plan((StageSpec(0, 2),), num_microbatches=2, predicted=predicted)
-    return SimpleNamespace(plan=plan, control=MPI.COMM_SELF, device=torch.device("cpu"), executor=executor)
+    return SimpleNamespace(
+        plan=plan,
+        control=MPI.COMM_SELF,
+        device=torch.device("cpu"),
+        executor=SimpleNamespace(num_skipped=0, **parts),
+        group=TrainingGroup(MPI.COMM_SELF, MPI.COMM_SELF),
+    )
 
 
 def minibatch(start: float, scale: float = 1.0) -> list[TimedEvent]:
@@ -52,6 +60,7 @@ def test_a_run_in_figures():
         "schedule": "1f1b",
         "ranks": 1,
         "ranks_used": 1,
+        "groups": 1,
         "samples_per_second": 2.0,
         "minibatch_seconds_median": 4.0,
         "predicted_minibatch_seconds": 3.0,
@@ -68,6 +77,7 @@ def test_a_run_in_figures():
         "bytes_sent_p2p": 300,
         "bytes_allreduced": 70,
         "bytes_gathered": 50,
+        "bytes_between_groups": 0,
         "updates_left_out": 0,
         "minibatches": WARM_UP + 4,
     }

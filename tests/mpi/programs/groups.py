@@ -4,16 +4,23 @@ The one process is the few lines of `Reference`: each group's microbatches in or
 the rules as the papers write them (EASGD, equations 5 and 6; DiLoCo, algorithm 1; Streaming DiLoCo, equation
 3), in float64. Usage: groups.py PLAN... with plans such as 1, 2, 1-1, 2-1 or, with sharded updates, 2:2.
 --resume FOLDER: saves in the middle of an interval, resumes, and compares bit for bit instead.
+--changed FOLDER: resumes with other numbers of groups. --refused: trains nothing.
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from hybridpipe import Checkpointing, GroupOptions, Plan, StageSpec, Trainer
+from hybridpipe.callbacks import EMA
+from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
+from hybridpipe.comm.mpi import MPI
 from hybridpipe.engine.rank_state import parameters
+from hybridpipe.errors import UserError
 
 COUNT, MINIBATCH, MICROBATCH, SAMPLES, EPOCHS, CUT = 2, 12, 3, 50, 3, 3
 OPTIMIZERS = {
@@ -49,7 +56,8 @@ def make_plan(name: str) -> Plan:
     edges = [0, 7] if len(replicas) == 1 else [0, CUT, 7]
     spans = zip(edges[:-1], edges[1:], replicas, strict=True)
     stages = tuple(StageSpec(a, b, m, zero=int(zero or 0) if m > 1 else 0) for a, b, m in spans)
-    return Plan(stages, num_microbatches=MINIBATCH // COUNT // MICROBATCH)
+    groups = MPI.COMM_WORLD.size // sum(replicas)
+    return Plan(stages, num_microbatches=MINIBATCH // groups // MICROBATCH)
 
 
 class Reference:
@@ -64,7 +72,8 @@ class Reference:
         self.means: dict[str, torch.Tensor] = {}  # of groups' weights, under way
         stages = [list(self.centre)]
         if num_stages == 2:
-            stages = [[name for name in self.centre if (int(name[0]) < CUT) == first] for first in (True, False)]
+            before = [name for name in self.centre if int(name[0]) < CUT]
+            stages = [before, [name for name in self.centre if name not in before]]
         numbers = range(options.fragments)
         self.fragments = [self.fragment(stage, number) for stage in stages for number in numbers]
 
@@ -124,17 +133,10 @@ class Reference:
                     x.copy_(mixing * x + (1 - mixing) * centre)
 
 
-def make_trainer(plan: Plan, optimizer, options: GroupOptions) -> Trainer:
-    return Trainer(
-        make_model(),
-        loss=nn.functional.cross_entropy,
-        optimizer=optimizer,
-        plan=plan,
-        minibatch_size=MINIBATCH,
-        groups=options,
-        sync="mpi",
-        verbose=False,
-    )
+def make_trainer(plan: Plan, optimizer, options: GroupOptions, **more) -> Trainer:
+    given = {"minibatch_size": MINIBATCH, "sync": "mpi", "verbose": False} | more
+    loss = nn.functional.cross_entropy
+    return Trainer(make_model(), loss=loss, optimizer=optimizer, plan=plan, groups=options, **given)
 
 
 def own_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -187,8 +189,64 @@ def resume(name: str, kind: str, rule: dict, folder: str) -> None:
         print(f"{name} {kind} {' '.join(map(str, rule.values()))}: resumed bit for bit", flush=True)
 
 
+def changed(folder: str) -> None:
+    """Resume two groups' training without groups, and that with groups again."""
+    options, sgd, data = GroupOptions(count=COUNT, every=2, rule="elastic"), OPTIMIZERS["sgd"], make_data()
+    two = make_trainer(make_plan("1-1"), sgd, options)
+    two.fit(data, max_steps=5, checkpoint=Checkpointing(folder))
+    state = two.full_state_dict()
+    two.close()
+    for groups in (GroupOptions(), options):
+        other = make_trainer(make_plan("2-2" if groups.count == 1 else "1-1"), sgd, groups)
+        try:
+            other.resume(folder)
+        except UserError as error:
+            told = str(error)
+        else:
+            told = ""
+        assert ("--resume-changed" in told) == (groups.count == 1), told
+        if groups.count == 1:
+            other.resume(folder, allow_changed=True)
+        found = other.full_state_dict()
+        assert found is None or all(torch.equal(found[key], state[key]) for key in state)
+        other.close()
+    if two.world.rank == 0:
+        saved = SavedModel(find_checkpoint(Path(folder))[0])
+        assert all(torch.equal(saved.read(key), state[key]) for key in state)
+        print(f"resumed with the centre; {told or 'as before'}", flush=True)
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(make_data())
+
+
+def refused() -> None:
+    """Print what is refused, each before anything is trained."""
+    two, data, half = GroupOptions(count=COUNT), make_data(), make_plan("1-1")
+    asynchronous = replace(half, schedule="pipedream", num_microbatches=1)
+    ways = {
+        "ranks": lambda: make_trainer(half, OPTIMIZERS["sgd"], GroupOptions(count=3)),
+        "minibatch": lambda: make_trainer(half, OPTIMIZERS["sgd"], two, minibatch_size=13),
+        "schedule": lambda: make_trainer(asynchronous, OPTIMIZERS["sgd"], two),
+        "iterable": lambda: make_trainer(half, OPTIMIZERS["sgd"], two).fit(Endless()),
+        "EMA": lambda: make_trainer(half, OPTIMIZERS["sgd"], two, callbacks=[EMA()]).fit(data),
+        "train_step": lambda: make_trainer(half, OPTIMIZERS["sgd"], two).train_step(*data[:11]),
+    }
+    for name, way in ways.items():
+        try:
+            way()
+        except UserError as error:
+            if MPI.COMM_WORLD.rank == 0:
+                print(f"{name}: {error}", flush=True)
+
+
 if __name__ == "__main__":
     words = sys.argv[1:]
+    if "--refused" in words:
+        refused()
+    if "--changed" in words:
+        changed(words[words.index("--changed") + 1])
     folder = words[words.index("--resume") + 1] if "--resume" in words else None
     plans = [word for word in words if word[0].isdecimal()]
     for number, (plan, kind, rule) in enumerate((p, k, r) for p in plans for k in OPTIMIZERS for r in RULES):

@@ -12,7 +12,7 @@ from hybridpipe.training.planner.planner import Planner
 def maker(given, wanted="auto", measured=None, missing=()) -> Planner:
     """A plan maker as far as backends go; making a whole one would need as many ranks as the plan."""
     made = Planner.__new__(Planner)
-    made._world, made._sync, made._given = MPI.COMM_SELF, wanted, given
+    made._world, made._leads, made._sync, made._given = MPI.COMM_SELF, True, wanted, given
     made._usable = Usable(dict.fromkeys(missing, "it is not there"), on_gpus=False)
     made._cluster = None if measured is None else Cluster(Cluster.flat(2, 1e9, 1e-4).levels, sync=measured)
     return made
