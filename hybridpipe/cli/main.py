@@ -11,7 +11,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
@@ -299,6 +299,8 @@ def _launch(options: argparse.Namespace) -> int:
     from hybridpipe.launch import supervisor
 
     ranks, slots = supervisor.places(options.ranks, options.hosts)
+    if options.groups > 1:
+        return _launch_groups(options, ranks, slots)
     job = _of_command(options, ranks)
     return supervisor.supervise(
         replace(
@@ -312,6 +314,19 @@ def _launch(options: argparse.Namespace) -> int:
             requeue=options.requeue,
         )
     )
+
+
+def _launch_groups(options: argparse.Namespace, ranks: int, slots: Mapping[str, int]) -> int:
+    """Supervise a job for each group, with these options."""
+    from hybridpipe.launch.groups import GroupLaunch, supervise_groups
+
+    if options.min_ranks or options.requeue:
+        raise UserError("launch: --groups goes without --min-ranks and --requeue")
+    job = _of_command(options, ranks // options.groups)
+    each = ["--max-restarts", str(options.max_restarts), "--deadline", str(options.deadline)]
+    each += ["--launcher", options.launcher] if options.launcher else []
+    least = options.min_groups or options.groups
+    return supervise_groups(GroupLaunch(options.groups, least, ranks, slots, each, job.words, job.out))
 
 
 def _slurm(options: argparse.Namespace) -> int:

@@ -267,6 +267,12 @@ def add_launch(command: Command) -> None:
         "--min-ranks", type=ranks, metavar="N", help="fewest ranks after losing hosts; default: all"
     )
     launch.add_argument(
+        "--groups", type=ranks, default=1, metavar="N", help="jobs of a group each, for [groups] count = N"
+    )
+    launch.add_argument(
+        "--min-groups", type=ranks, metavar="N", help="fewest groups to go on with; default: all"
+    )
+    launch.add_argument(
         "--deadline",
         type=seconds,
         default=100.0,

@@ -24,6 +24,8 @@ class GroupSums:
 
     Attributes:
         ranks: those at this place, counted as the group's own are.
+        count: number of groups.
+        is_asked: False, as no group of a job comes later.
         bytes_sent: by this rank to other groups so far.
     """
 
@@ -31,11 +33,22 @@ class GroupSums:
         made = group.everyone.Split(group.world.rank, group.index)
         self._peers = WatchedComm(made, group.everyone, group.first_rank)
         self._replicas: MPI.Comm | None = None
-        self.ranks, self.bytes_sent = self._peers.ranks, 0
+        self.ranks, self.count, self.bytes_sent = self._peers.ranks, group.count, 0
+
+    is_asked = False
 
     def divide(self, replicas: MPI.Comm) -> None:
         """Let each of the ranks that have the same tensors send a part of them only. Collective over them."""
         self._replicas = MPI.Intracomm(replicas).Dup()
+
+    def begin(self, takes_part: bool) -> None:
+        """Do nothing: each place has its ranks."""
+
+    def join(self, step: int) -> Tensor | None:
+        """Return None: all groups have begun with one centre."""
+
+    def give(self, centre: Tensor) -> None:
+        """Do nothing: no group asks."""
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Add the other groups' numbers to a tensor's. Collective over the ranks at this place.

@@ -4,10 +4,12 @@ Knows MPI only. Invariant: groups are as large as each other and follow one anot
 ranks of a site, which launchers number in a row, are in few groups.
 """
 
+import os
 from dataclasses import dataclass
 
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.config.options import GroupOptions
+from hybridpipe.environment import GROUP_OF_JOB
 from hybridpipe.errors import UserError
 
 
@@ -21,6 +23,7 @@ class TrainingGroup:
         index: of the group, from 0.
         count: number of groups.
         options: what they exchange, and when.
+        meeting: the address where groups that are jobs of their own exchange; empty for groups of one job.
     """
 
     world: MPI.Comm
@@ -28,21 +31,27 @@ class TrainingGroup:
     index: int = 0
     count: int = 1
     options: GroupOptions = GroupOptions()
+    meeting: str = ""
 
     @property
-    def is_first(self) -> bool:
-        """True in the first group, whose figures are printed."""
-        return not self.index
+    def tells(self) -> bool:
+        """True in a group whose figures are taken: the first of a job."""
+        return not self.index or bool(self.meeting)
 
     @property
     def leads(self) -> bool:
-        """True on rank 0 of all, which writes files and prints."""
+        """True on rank 0 of the job, which writes files and prints."""
         return self.everyone.rank == 0
+
+    @property
+    def folder_index(self) -> int:
+        """The index by which folders differ that groups of one job write to."""
+        return 0 if self.meeting else self.index
 
     @property
     def first_rank(self) -> int:
         """Rank of this group's first rank among all."""
-        return self.index * self.world.size
+        return self.everyone.rank - self.world.rank
 
     def share_of(self, name: str, samples: int) -> int:
         """Return the samples of a minibatch that each group trains on.
@@ -63,7 +72,7 @@ class TrainingGroup:
 
     def free(self) -> None:
         """Free the group's own communicator. Collective over the group."""
-        if self.count > 1:
+        if self.world is not self.everyone:
             self.world.Free()
 
 
@@ -71,12 +80,19 @@ _STRIDE = 0x9E3779B97F4A7C15  # no small multiple of it comes near another seed
 
 
 def training_group(everyone: MPI.Comm, options: GroupOptions) -> TrainingGroup:
-    """Return this rank's group. Collective.
+    """Return this rank's group, which is its whole job if `hybridpipe launch --groups` says so. Collective.
 
     Raises:
-        UserError: the groups do not divide the ranks.
+        UserError: the groups do not divide the ranks, or are not as many as were launched.
     """
     count = options.count
+    if launched := os.environ.get(GROUP_OF_JOB):
+        number, of_job, meeting = launched.split(" ")
+        if int(of_job) != count:
+            raise UserError(f"groups.count must be that of launch --groups, {of_job}, got {count}")
+        if options.fragments > 1 or options.delay:
+            raise UserError("groups of launch --groups exchange all at once: leave fragments and delay out")
+        return TrainingGroup(everyone, everyone, int(number), count, options, meeting)
     if everyone.size % count:
         raise UserError(f"groups.count must divide the number of ranks, {everyone.size}, got {count}")
     index = everyone.rank // (everyone.size // count)

@@ -4,6 +4,7 @@ Knows one rank's parts; no step. Invariant: ranks at one place of all groups hav
 same order.
 """
 
+from hybridpipe.comm.group_meeting import MeetingSums
 from hybridpipe.comm.group_sums import GroupSums
 from hybridpipe.comm.groups import Communicators, WatchedComm
 from hybridpipe.comm.mpi import MPI
@@ -11,6 +12,7 @@ from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.engine.replication import Replication
 from hybridpipe.model.held_part import axis_of
 from hybridpipe.optim.centre import Centre
+from hybridpipe.optim.shares import ReplicaShares
 from hybridpipe.optim.update import Update
 
 
@@ -27,14 +29,22 @@ class BetweenGroups:
 
     def __init__(self, group: TrainingGroup, own: Communicators) -> None:
         self._group, self._of_stage = group, own.along.get("replica")
+        self.everyone, self.replicas = own.control, self._of_stage
+        self._sums: GroupSums | MeetingSums = MeetingSums(group) if group.meeting else GroupSums(group)
+        self._centre: Centre | None = None
+        self._has_joined = False
+        self._made = () if group.meeting else self._of_all()
+
+    def _of_all(self) -> tuple[MPI.Comm, ...]:
+        """Make the communicators over all groups of the job."""
+        group = self._group
         self.everyone = WatchedComm(group.everyone.Dup(), group.everyone, group.first_rank)
         color = MPI.UNDEFINED if self._of_stage is None else min(self._of_stage.ranks)
         made = group.everyone.Split(color)
-        self.replicas = None
-        if self._of_stage is not None:
-            self.replicas = WatchedComm(made, group.everyone, group.first_rank)
-        self._sums = GroupSums(group)
-        self._centre: Centre | None = None
+        if self._of_stage is None:
+            return (self.everyone,)
+        self.replicas = WatchedComm(made, group.everyone, group.first_rank)
+        return self.everyone, self.replicas
 
     def centre(self, update: Update, tie: Replication) -> Centre | None:
         """Make the centre of what this rank updates; None without an optimizer. Collective over the stage."""
@@ -48,11 +58,25 @@ class BetweenGroups:
         self._centre = Centre(parameters, options, sums)
         return self._centre
 
+    def join(self, step: int, shares: ReplicaShares | None) -> None:
+        """Come to the other groups before the first minibatch; later calls do nothing. Collective.
+
+        Args:
+            step: minibatches trained on.
+        """
+        if self._has_joined:
+            return
+        self._has_joined = True
+        self._sums.begin(self._centre is not None)
+        if self._centre is not None:
+            self._centre.join(step)
+            if shares is not None:
+                shares.gather()
+
     def close(self) -> None:
         """Wait for what travels, and free the communicators. Collective over all ranks."""
         if self._centre is not None:
             self._centre.close()
         self._sums.free()
-        self.everyone.Free()
-        if self.replicas is not None:
-            self.replicas.Free()
+        for each in self._made:
+            each.Free()

@@ -324,6 +324,8 @@ class Worker:
         losses: dict[int, LossSum] = {}
         events: list[TimedEvent] = []
         with failure.guard():
+            if self._between is not None:
+                self._between.join(step, self.executor.shares)
             todo = self._program(len(minibatch.sizes), update)
             for done in self.executor.run(todo, Stream([minibatch], step)):
                 losses, events = done.losses, done.events
@@ -490,7 +492,7 @@ class Worker:
             self.executor.infer(self._forward_program(len(minibatch.sizes)), minibatch, note, number)
             if self.tensors is not None:
                 self.tensors.check_outputs()
-            return self.sum_losses(numbers * self.group.is_first)  # other groups have the same
+            return self.sum_losses(numbers * self.group.tells)  # other groups have the same
 
     def sum_losses(self, numbers: np.ndarray, skipped: bool = False) -> PendingLosses:
         """Start to sum `numbers` over the ranks of all groups in the background. Collective.

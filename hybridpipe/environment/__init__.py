@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")  # set by launchers
+# Set by `hybridpipe launch --groups`: a group's index, their number, and the address of their meeting.
+GROUP_OF_JOB = "HYBRIDPIPE_GROUP"
 
 
 def cores() -> frozenset[int]:

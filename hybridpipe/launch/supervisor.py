@@ -158,7 +158,7 @@ def supervise(options: LaunchOptions) -> int:
     attempts: list[restarts.Attempt] = []
     found = _present(options)
     following: LaunchOptions | None = options
-    with _stop_signals() as stop:
+    with stop_signals() as stop:
         while following is not None:
             ended, told = _attempt(following, len(attempts), stop)
             attempts.append(ended)
@@ -209,7 +209,7 @@ def _has_saved(options: LaunchOptions, found: set[tuple[str, int]]) -> bool:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[Stop]:
+def stop_signals() -> Iterator[Stop]:
     """Record signals to stop within the context."""
     stop = Stop()
     ignored = {each for each in UNLESS_IGNORED if signal.getsignal(each) == signal.SIG_IGN}

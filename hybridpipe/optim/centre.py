@@ -27,11 +27,21 @@ class Sums(Protocol):
 
     Attributes:
         ranks: those that add up together, for reports.
+        count: number of groups in the last sum.
+        is_asked: groups have come that need the centre.
         bytes_sent: by this rank to other groups so far.
     """
 
     ranks: tuple[int, ...]
+    count: int
+    is_asked: bool
     bytes_sent: int
+
+    def join(self, step: int) -> Tensor | None:
+        """Come to the other groups; return their centre, flat, or None if they have this group's."""
+
+    def give(self, centre: Tensor) -> None:
+        """Hand this group's centre, flat, to groups that have come."""
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Add the other groups' numbers to a flat tensor on the CPU, in place, and return it."""
@@ -72,12 +82,39 @@ class Centre:
         options = self._options
         for number in range(options.fragments):
             begin = number * options.every // options.fragments
-            if self._is_due(begin, done, new) and (moves := self._moves(number)) is not None:
-                self._travelling[number] = self._thread.submit(self.sums.add_up, moves)
+            if self._is_due(begin, done, new):
+                self._travelling[number] = self._thread.submit(self.sums.add_up, self._moves(number))
             if number in self._travelling and self._is_due(begin + options.delay, done, new):
                 with rank_status.waiting("exchange between groups", self.sums.ranks):
                     total = self._travelling.pop(number).result()
                 self._apply(number, total)
+                self._give_if_asked()
+
+    def join(self, step: int) -> None:
+        """Come to the other groups, and take their centre if it is another one. Collective over a group.
+
+        Args:
+            step: minibatches in the weights.
+        """
+        given = self.sums.join(step)
+        if given is not None:
+            for name, part in zip(self._given, given.chunk(len(self._given)), strict=True):
+                for p, numbers in self._divided(self._parameters, part):
+                    self._kept[p][name] = numbers.to(self._kept[p][CENTRE].dtype)
+            for p in self._parameters:
+                p.detach().copy_(self._kept[p][CENTRE])
+        self._give_if_asked()
+
+    def _give_if_asked(self) -> None:
+        if self.sums.is_asked:
+            kept = [self._kept[p] for p in self._parameters]
+            each = (of_p.get(name, torch.zeros_like(of_p[CENTRE])) for name in self._given for of_p in kept)
+            self.sums.give(_flat(each))
+
+    @property
+    def _given(self) -> tuple[str, ...]:
+        """Names of what a group that comes is given of each parameter."""
+        return (CENTRE, OUTER_MOMENTUM) if self._options.rule == "diloco" else (CENTRE,)
 
     def kept(self) -> Mapping[Tensor, Kept]:
         """Return what a checkpoint keeps of each parameter. Waits for what travels."""
@@ -128,16 +165,18 @@ class Centre:
             before += p.numel()
         return [p for p in found if p.requires_grad]
 
-    def _moves(self, number: int) -> Tensor | None:
-        """Return how far this group is from the centre; None if the fragment has nothing that is trained."""
-        parameters = self._fragment(number)
-        moves = (p.detach() - self._kept[p][CENTRE] for p in parameters)
-        return _flat(moves) if parameters else None
+    def _moves(self, number: int) -> Tensor:
+        """Return how far this group is from the centre."""
+        return _flat(p.detach() - self._kept[p][CENTRE] for p in self._fragment(number))
 
     def _split(self, number: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter of a fragment with its part of a flat tensor."""
+        yield from self._divided(self._fragment(number), flat)
+
+    def _divided(self, parameters: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter with its part of a flat tensor."""
         at = 0
-        for p in self._fragment(number):
+        for p in parameters:
             numbers = _numbers(p)
             part = flat[at : at + numbers.numel()].view(numbers.shape)
             at += numbers.numel()
@@ -146,12 +185,12 @@ class Centre:
     @torch.no_grad()
     def _apply(self, number: int, totals: Tensor) -> None:
         """Move a fragment of the centre and of this group, by the sum of all groups' moves."""
-        options, count = self._options, self._options.count
+        options, count = self._options, self.sums.count
         for p, total in self._split(number, totals):
             own, kept = p.detach(), self._kept[p]
             centre = kept[CENTRE]
             if options.rule == "elastic":
-                rate = ELASTIC_RATE / count if options.moving_rate is None else options.moving_rate
+                rate = options.moving_rate or ELASTIC_RATE / options.count
                 own.sub_(rate * (own - centre))
                 centre.add_(total, alpha=rate)
                 continue
@@ -177,8 +216,6 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 def _flat(tensors: Iterator[Tensor]) -> Tensor:
     """Return tensors as one of one dimension, on the CPU, in the widest dtype among them."""
-    flat = [_numbers(tensor).reshape(-1).cpu() for tensor in tensors]
-    kind = torch.float32
-    for each in flat:
-        kind = torch.promote_types(kind, each.dtype)
+    flat = [torch.empty(0), *(_numbers(tensor).reshape(-1).cpu() for tensor in tensors)]
+    kind = max((each.dtype for each in flat), key=lambda dtype: dtype.itemsize)
     return torch.cat([each.to(kind) for each in flat])

@@ -166,7 +166,7 @@ class CheckpointManager:
         saved = None if anew else self._step_in(settings.folder)
         published = None if callbacks is None else partial(callbacks.tell, "on_checkpoint")
         room = partial(room_left, self.limit_bytes)
-        own = replace(settings, folder=of_group(Path(settings.folder), self._group.index))
+        own = replace(settings, folder=of_group(Path(settings.folder), self._group.folder_index))
         return Keeper(own, self._saver, worker, self._state.step, saved, describe, published, room)
 
     def _described(self, worker: Worker, microbatch_size: int) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class CheckpointManager:
         It is the first group's where others have none: they begin with what the groups have in common.
         Collective over all groups.
         """
-        if self._group.count == 1:
+        if self._group.world is self._group.everyone:
             return source
         own, step = of_group(source, self._group.index), step_of(source)
         folder = own if step is None else own.parent
@@ -377,7 +377,7 @@ class CheckpointManager:
     def _step_in(self, folder: str | os.PathLike[str]) -> int | None:
         """Return the step of the resumed checkpoint if it is in this folder, else None."""
         came = self._came_from
-        own = of_group(Path(folder), self._group.index)
+        own = of_group(Path(folder), self._group.folder_index)
         if came is None or came.parent.resolve() != own.resolve():
             return None
         return step_of(came)

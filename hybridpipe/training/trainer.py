@@ -395,7 +395,7 @@ class Trainer(TrainerView):
         with self.worker.evaluating():
             batches = self._feed.evaluation(self.worker, source, self.microbatch_size)
             outputs = predict(self.worker, batches, partial(self._feed.first_samples, source))
-        return outputs if self.group.is_first else None
+        return outputs if self.group.tells else None
 
     def _evaluate(self, source: Source, may_stop: bool = False) -> dict[str, float] | None:
         """Evaluate; with `may_stop`, return None on all ranks once one was asked to stop."""

@@ -118,7 +118,7 @@ class TrainerView:
         executor = self.worker.executor
         held = zip(executor.held, executor.stages, strict=True)
         gathered = self.worker.control.gather([(s, stage.not_split) for s, stage in held])
-        if gathered is None or not self.group.is_first:
+        if gathered is None or not self.group.tells:
             return None
         by_stage = dict(each for ranks_own in gathered for each in ranks_own)  # replicas say the same
         return [name for s in sorted(by_stage) for name in by_stage[s]]
@@ -153,4 +153,4 @@ class TrainerView:
 
     def _from_first(self, figures: _Figures | None) -> _Figures | None:
         """Return the figures of the first group, whose rank 0 is the one of all."""
-        return figures if self.group.is_first else None
+        return figures if self.group.tells else None

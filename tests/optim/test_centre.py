@@ -33,7 +33,7 @@ class Meeting:
 
 
 def together(weights: list[torch.Tensor], updates: int = 1, **options) -> list[Centre]:
-    """Return the centres of groups with these weights, from 0, after `updates` updates that change nothing."""
+    """Return the centres of groups with these weights, from 0, after updates that change nothing."""
     count, meeting = len(weights), Meeting(len(weights))
     chosen = GroupOptions(count=count, **{"every": 1, **options})
     parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in weights]
@@ -97,7 +97,7 @@ def test_nothing_is_exchanged_before_it_is_due():
 
 def test_what_travels_is_kept_and_used_when_it_is_due():
     options = {"every": 4, "delay": 2, "mixing": 0.5, "outer_lr": 1.0, "outer_momentum": 0.0}
-    centre, other = together([ONE, OTHER], updates=5, **options)
+    centre, _ = together([ONE, OTHER], updates=5, **options)
     travelling = kept(centre)
     assert travelling["travelling"].tolist() == [4.0, 0.0] and travelling["centre"].tolist() == [0.0, 0.0]
     with pytest.raises(KeyError):
