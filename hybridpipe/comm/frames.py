@@ -24,6 +24,7 @@ class Kind(IntEnum):
     MOVES = auto()  # from a rank: how far it is from the centre
     SUM = auto()  # to it: all groups' moves, and the number of these
     CENTRE = auto()  # from a rank that has it, and to one that comes
+    REFUSED = auto()  # to a rank that comes: why it cannot
     BYE = auto()  # from a rank whose training ends
 
 

@@ -42,12 +42,17 @@ class MeetingSums:
         """Let each of the ranks that have the same tensors send a part of them only. Collective over them."""
         self._replicas = MPI.Intracomm(replicas).Dup()
 
-    def begin(self, takes_part: bool) -> None:
-        """Count the ranks that take part. Collective over the group."""
+    def begin(self, takes_part: bool, plan: str) -> None:
+        """Count the ranks that take part. Collective over the group.
+
+        Args:
+            plan: the same text in all groups.
+        """
         world = self._group.world
         session = world.bcast(secrets.token_hex(8) if world.rank == 0 else None)
         size = world.allreduce(int(takes_part))
         self._hello = {"rank": world.rank, "size": size, "index": self._group.index, "session": session}
+        self._hello |= {"plan": plan}
 
     def join(self, step: int) -> Tensor | None:
         """Come to the meeting; return the others' centre, or None if this rank has it.
@@ -56,7 +61,7 @@ class MeetingSums:
             step: minibatches trained on: where all groups come anew, they take the centre of the furthest.
 
         Raises:
-            UserError: the meeting cannot be reached.
+            UserError: the meeting cannot be reached, or other groups have another plan.
         """
         host, port, token = self._group.meeting.rsplit(":", 2)
         try:
@@ -66,6 +71,8 @@ class MeetingSums:
             raise UserError(f"the groups' meeting at {host}:{port} cannot be reached: {error}") from None
         self._send(Kind.HELLO, 0, json.dumps({**self._hello, "token": token, "step": step}).encode())
         frame = self._answer()
+        if frame.kind == Kind.REFUSED:
+            raise UserError(f"groups: {bytes(frame.content).decode()}")
         if frame.kind == Kind.CENTRE:
             return torch.frombuffer(frame.content, dtype=DTYPES[frame.number])
         return None

@@ -41,7 +41,7 @@ class GroupSums:
         """Let each of the ranks that have the same tensors send a part of them only. Collective over them."""
         self._replicas = MPI.Intracomm(replicas).Dup()
 
-    def begin(self, takes_part: bool) -> None:
+    def begin(self, takes_part: bool, plan: str) -> None:
         """Do nothing: each place has its ranks."""
 
     def join(self, step: int) -> Tensor | None:

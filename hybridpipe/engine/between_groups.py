@@ -4,16 +4,20 @@ Knows one rank's parts; no step. Invariant: ranks at one place of all groups hav
 same order.
 """
 
+from dataclasses import replace
+
 from hybridpipe.comm.group_meeting import MeetingSums
 from hybridpipe.comm.group_sums import GroupSums
 from hybridpipe.comm.groups import Communicators, WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.training_group import TrainingGroup
+from hybridpipe.engine.consistency import plan_text
 from hybridpipe.engine.replication import Replication
 from hybridpipe.model.held_part import axis_of
 from hybridpipe.optim.centre import Centre
 from hybridpipe.optim.shares import ReplicaShares
 from hybridpipe.optim.update import Update
+from hybridpipe.planning.plan import Plan
 
 
 class BetweenGroups:
@@ -58,7 +62,7 @@ class BetweenGroups:
         self._centre = Centre(parameters, options, sums)
         return self._centre
 
-    def join(self, step: int, shares: ReplicaShares | None) -> None:
+    def join(self, step: int, plan: Plan, shares: ReplicaShares | None) -> None:
         """Come to the other groups before the first minibatch; later calls do nothing. Collective.
 
         Args:
@@ -67,7 +71,7 @@ class BetweenGroups:
         if self._has_joined:
             return
         self._has_joined = True
-        self._sums.begin(self._centre is not None)
+        self._sums.begin(self._centre is not None, plan_text(replace(plan, sync=None)))
         if self._centre is not None:
             self._centre.join(step)
             if shares is not None:

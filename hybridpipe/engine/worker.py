@@ -325,7 +325,7 @@ class Worker:
         events: list[TimedEvent] = []
         with failure.guard():
             if self._between is not None:
-                self._between.join(step, self.executor.shares)
+                self._between.join(step, self.plan, self.executor.shares)
             todo = self._program(len(minibatch.sizes), update)
             for done in self.executor.run(todo, Stream([minibatch], step)):
                 losses, events = done.losses, done.events

@@ -28,12 +28,14 @@ class _Group:
         session: tells one start of a group from the next.
         size: number of its ranks.
         step: minibatches that it has trained on.
+        plan: text that is the same for groups whose ranks hold the same.
     """
 
     index: int
     session: str
     size: int
     step: int
+    plan: str
     outboxes: dict[int, "SimpleQueue[Frame | None]"] = field(default_factory=dict)
     moves: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -62,6 +64,7 @@ class Meeting:
         self._coming: dict[int, _Group] = {}  # those that do not
         self._giver: _Group | None = None  # is asked for the centre
         self._takers: list[_Group] = []  # that were there to take it when it was asked
+        self._lost: set[int] = set()
         self._centre: dict[int, Frame] = {}  # what has come of it, by rank
         self._token = secrets.token_hex(16)
         self._server = socket.create_server(("", 0), backlog=1024)
@@ -117,7 +120,13 @@ class Meeting:
                 group = self._coming[hello.index] = hello
             group.outboxes[rank] = outbox = SimpleQueue[Frame | None]()
             threading.Thread(target=_write, args=(connection, outbox), daemon=True).start()
-            self._go_on()
+            others = [*self._there.values(), *self._coming.values()]
+            other = next((each for each in others if each.plan != group.plan), None)
+            if other is None:
+                self._go_on()
+            else:
+                what = f"group {group.index} has plan {group.plan}, group {other.index} {other.plan}"
+                group.tell(rank, Frame(Kind.REFUSED, 0, f"{what}: give all of them the same file".encode()))
         return group
 
     def _take(self, group: _Group, rank: int, frame: Frame) -> None:
@@ -137,6 +146,8 @@ class Meeting:
                 for rank, frame in self._centre.items():
                     group.tell(rank, frame)
                 self._there[group.index] = self._coming.pop(group.index)
+                if group.index in self._lost:
+                    notices.say(f"group {group.index} is back, with the weights of the others")
         self._giver, self._takers, self._centre = None, [], {}
 
     def _leave(self, group: _Group, rank: int) -> None:
@@ -149,6 +160,7 @@ class Meeting:
                 if groups.get(group.index) is group:
                     del groups[group.index]
                     if group.index in self._expected:
+                        self._lost.add(group.index)
                         notices.say(f"group {group.index} is lost; {len(self._there)} go on")
             self._go_on()
 

@@ -1,7 +1,15 @@
 """Groups that exchange weights now and then are, with their centre, what the papers' formulas say."""
 
-import pytest
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
+from pytest import approx
+
+PROGRAM = Path(__file__).parent / "programs/lost_group.py"
 RULES = 7  # of programs/groups.py, each for two optimizers
 
 
@@ -40,3 +48,41 @@ def test_what_groups_cannot_do_is_refused(job):
     assert "an IterableDataset, whose samples have no index" in told["iterable"]
     assert told["EMA"] == "EMA averages the weights of one group: leave groups out, or EMA"
     assert told["train_step"] == "samples of a minibatch must be a multiple of groups.count = 2, got 11"
+
+
+def test_a_group_that_is_killed_comes_back_and_the_centre_is_the_formulas(tmp_path):
+    """The mean is over the groups that are there; the one that returns takes the others' weights."""
+    command = [sys.executable, "-m", "hybridpipe", "launch", "--ranks", "4", "--groups", "2"]
+    options = ["--min-groups", "1", "--max-restarts", "1"]
+    done = subprocess.run(
+        [*command, *options, "--", sys.executable, str(PROGRAM), str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=220,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "group 1 is lost; 1 go on" in done.stdout and "group 1 is back" in done.stdout
+    for rank in range(2):
+
+        def lines(name: str, rank: int = rank) -> list[dict]:
+            return [json.loads(line) for line in (tmp_path / f"{name}-{rank}.jsonl").read_text().splitlines()]
+
+        begun, *first = lines("0-0")
+        other, back = lines("1-0")[1:], lines("1-1")
+        rejoined, *later = back
+        assert begun["kind"] == rejoined["kind"] == "join"
+        counts = [each["count"] for each in first]
+        alone = counts.index(1)
+        returned = counts.index(2, alone)
+        assert counts[:alone] == [2] * len(other) and set(counts[returned:]) == {2}
+        assert rejoined["after"] == rejoined["centre"] == first[returned - 1]["centre"]
+        with_other = [*other, *[None] * (returned - alone), *later]
+        for mine, theirs in zip(first, with_other, strict=False):
+            both = [mine["before"]] if theirs is None else [mine["before"], theirs["before"]]
+            mean = [sum(values) / len(both) for values in zip(*both, strict=True)]
+            assert mine["after"] == mine["centre"] == approx(mean, abs=1e-14)
+            assert theirs is None or theirs["centre"] == mine["centre"]
