@@ -58,7 +58,7 @@ class MeetingSums:
         """Come to the meeting; return the others' centre, or None if this rank has it.
 
         Args:
-            step: minibatches trained on: where all groups come anew, they take the centre of the furthest.
+            step: minibatches trained on: where no group is there yet, all take the centre of the furthest.
 
         Raises:
             UserError: the meeting cannot be reached, or other groups have another plan.

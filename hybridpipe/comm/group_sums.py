@@ -42,13 +42,15 @@ class GroupSums:
         self._replicas = MPI.Intracomm(replicas).Dup()
 
     def begin(self, takes_part: bool, plan: str) -> None:
-        """Do nothing: each place has its ranks."""
+        """Begin to add up; there is nothing to agree on, as each place has its ranks."""
 
     def join(self, step: int) -> Tensor | None:
-        """Return None: all groups have begun with one centre."""
+        """Return None, as all groups have begun with one centre."""
+        return None
 
     def give(self, centre: Tensor) -> None:
-        """Do nothing: no group asks."""
+        """Refuse, as no group of a job comes later and asks."""
+        raise AssertionError("groups of one job have begun with one centre")
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Add the other groups' numbers to a tensor's. Collective over the ranks at this place.

@@ -25,7 +25,7 @@ class _Group:
     """A group, from its ranks' hello to its end.
 
     Args:
-        session: tells one start of a group from the next.
+        session: differs between one start of a group and the next.
         size: number of its ranks.
         step: minibatches that it has trained on.
         plan: text that is the same for groups whose ranks hold the same.

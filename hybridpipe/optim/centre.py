@@ -22,7 +22,7 @@ ELASTIC_RATE = 0.9  # beta of EASGD, over the number of groups
 Kept = dict[str, Tensor]  # of a parameter, by the names of `stage.state`
 
 
-class Sums(Protocol):
+class SumsOverGroups(Protocol):
     """Sums over the groups.
 
     Attributes:
@@ -59,7 +59,7 @@ class Centre:
         self,
         parameters: Sequence[Tensor],
         options: GroupOptions,
-        sums: Sums,
+        sums: SumsOverGroups,
     ) -> None:
         self._parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
         self._options, self.sums = options, sums
