@@ -170,35 +170,38 @@ def _task(work: _Work, _partition: Iterator[int]) -> list[_HostEnd]:
     context, host = BarrierTaskContext.get(), socket.gethostname()
     hosts = context.allGather(host)
     own, ends = context.partitionId(), []
-    if own == 0:
-        ends = [_start_ranks(work, Counter(hosts), context)]
-    else:
-        daemons = json.loads(context.allGather()[0])
-        if host in daemons and hosts.index(host) == own:
-            ends = [_start_daemon(work, daemons[host])]
-    context.barrier()  # until then each task stands for its rank: Spark ends all if an executor is lost
+    try:
+        if own == 0:
+            ends = [_start_ranks(work, Counter(hosts), context)]
+        else:
+            daemons = json.loads(context.allGather()[0])
+            if host in daemons and hosts.index(host) == own:
+                ends = [_start_daemon(work, daemons[host])]
+        context.barrier()  # until then each task stands for its rank: Spark ends all if an executor is lost
+    finally:
+        shutil.rmtree(work.folder, ignore_errors=True)
     return ends
 
 
 def _start_ranks(work: _Work, hosts: Mapping[str, int], context: BarrierTaskContext) -> _HostEnd:
     """Run mpirun to its end. `hosts` are the slots of each host, this one first."""
-    with _folder(work) as folder:
-        agent = folder / "agent"
-        agent.write_text(_AGENT)
-        agent.chmod(0o700)
-        env = os.environ | {exit_report.DIRECTORY: str(folder)}
-        if len(hosts) > 1:
-            slots = ",".join(f"{host}:{count}" for host, count in hosts.items())
-            env |= {"HYBRIDPIPE_MPIRUN_FLAGS": f"--host {slots}", "PRTE_MCA_plm_ssh_agent": str(agent)}
-            env["PRTE_MCA_plm_ssh_no_tree_spawn"] = "1"  # mpirun itself calls the agent for each host
-        command = [sys.executable, "-m", "hybridpipe.launch.mpirun", str(work.num_ranks), "--"]
-        with _ending_with_this([*command, sys.executable, *work.words], env, subprocess.PIPE) as process:
-            assert process.stderr is not None
-            output = Output(process.stderr)
-            context.allGather(json.dumps(_daemons(agent, [*hosts][1:], process)))
-            code = _wait(process, folder)
-            output.close()
-        return _end_of(folder, code, output.lost())
+    _make_folder(work)
+    agent = work.folder / "agent"
+    agent.write_text(_AGENT)
+    agent.chmod(0o700)
+    env = os.environ | {exit_report.DIRECTORY: str(work.folder)}
+    if len(hosts) > 1:
+        slots = ",".join(f"{host}:{count}" for host, count in hosts.items())
+        env |= {"HYBRIDPIPE_MPIRUN_FLAGS": f"--host {slots}", "PRTE_MCA_plm_ssh_agent": str(agent)}
+        env["PRTE_MCA_plm_ssh_no_tree_spawn"] = "1"  # mpirun itself calls the agent for each host
+    command = [sys.executable, "-m", "hybridpipe.launch.mpirun", str(work.num_ranks), "--"]
+    with _ending_with_this([*command, sys.executable, *work.words], env, subprocess.PIPE) as process:
+        assert process.stderr is not None
+        output = Output(process.stderr)
+        context.allGather(json.dumps(_daemons(agent, [*hosts][1:], process)))
+        code = _wait(process, work.folder)
+        output.close()
+    return _end_of(work.folder, code, output.lost())
 
 
 def _daemons(agent: Path, hosts: Sequence[str], process: subprocess.Popen[bytes]) -> dict[str, str]:
@@ -214,23 +217,18 @@ def _daemons(agent: Path, hosts: Sequence[str], process: subprocess.Popen[bytes]
 
 def _start_daemon(work: _Work, command: str) -> _HostEnd:
     """Run mpirun's daemon on this host, the parent of the ranks here, to its end."""
-    with _folder(work) as folder:
-        with _ending_with_this(["/bin/sh", "-c", command], os.environ) as process:
-            code = process.wait()
-        if code:  # it ends with 0 even if ranks fail
-            raise RuntimeError(f"mpirun's daemon on host {socket.gethostname()} ended with exit code {code}")
-        return _end_of(folder)
+    _make_folder(work)
+    with _ending_with_this(["/bin/sh", "-c", command], os.environ) as process:
+        code = process.wait()
+    if code:  # it ends with 0 even if ranks fail
+        raise RuntimeError(f"mpirun's daemon on host {socket.gethostname()} ended with exit code {code}")
+    return _end_of(work.folder)
 
 
-@contextlib.contextmanager
-def _folder(work: _Work) -> Iterator[Path]:
+def _make_folder(work: _Work) -> None:
     """Make the folder of this host, with what its ranks need."""
-    work.folder.mkdir(mode=0o700)
-    try:
-        (work.folder / FUNCTION).write_bytes(pickle.dumps((sys.path, work.payload)))
-        yield work.folder
-    finally:
-        shutil.rmtree(work.folder, ignore_errors=True)
+    work.folder.mkdir(mode=0o700, exist_ok=True)  # hosts may share the disk
+    (work.folder / FUNCTION).write_bytes(pickle.dumps((sys.path, work.payload)))
 
 
 @contextlib.contextmanager
