@@ -1,4 +1,4 @@
-"""Ranks in a Spark application: a barrier stage of Spark's, whose tasks are places for the ranks of an mpirun.
+"""Ranks in a Spark application: the tasks of a barrier stage are places for the ranks of an mpirun.
 
 The first task starts mpirun, and the first task of each other host its daemon there. Not known here: models
 and MPI. Invariant: mpirun ends with its task, and Spark ends all tasks with any of them, so no rank remains.
