@@ -19,6 +19,7 @@ import torch
 from hybridpipe.errors import UserError
 from hybridpipe.launch import mpirun
 from hybridpipe.launch import spark as launched
+from tests.guide.blocks import PAGES
 from tests.launch import spark_training
 
 ROOT = Path(__file__).parents[2]
@@ -211,6 +212,14 @@ class TestInSpark:
         with one_line("Spark lost task ", " on executor ", ", host "):
             launched.run(partial(spark_training.kill_above, rank, "executor", tmp_path), 4)
         assert_gone(tmp_path)
+
+    def test_the_page_of_the_guide_runs(self, home, tmp_path):
+        (program,) = [each.text for each in PAGES["docs/guide/spark.md"] if each.language == "python"]
+        (tmp_path / "train.py").write_text(program)
+        done = subprocess.run(
+            [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert "{'0.weight': (32, 64)," in done.stdout, done.stderr
 
     def test_more_ranks_than_tasks_at_once_are_refused(self, spark):
         spark(LOCAL)
