@@ -34,7 +34,7 @@ class Parquet(Dataset[Any]):
         target: column of its second part.
 
     Raises:
-        UserError: there are no files, a column is missing or holds no numbers, or pyarrow is missing.
+        UserError: there are no files, a column is missing or not numeric, or pyarrow is missing.
     """
 
     def __init__(

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 FUNCTION, ROWS = "function.pkl", "rows"
 ROW_GROUP_BYTES = 2**20  # a rank reads whole groups, in any order
 EXECUTORS_SECONDS = 30.0  # in which an application's executors come up
+DAEMONS_SECONDS = 60.0  # mpirun starts none on a host that has this one's address
 # mpirun calls its agent with a host's name and the command of the daemon there, of which this is the text.
 _AGENT = '#!/bin/sh\nhost=$1; shift\necho "$*" >"$0.$host.part" && mv "$0.$host.part" "$0.$host"\n'
 _PR_SET_PDEATHSIG = 1
@@ -67,7 +68,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _HostEnd:
-    """What the ranks of a host have left, and how mpirun ended, seen from the first host."""
+    """End of a host's ranks: their values and reports; of the first host also how mpirun ended."""
 
     values: Mapping[int, bytes]
     outcomes: Sequence[exit_report.Outcome]
@@ -192,8 +193,9 @@ def _start_ranks(work: _Work, hosts: Mapping[str, int], context: BarrierTaskCont
     env = os.environ | {exit_report.DIRECTORY: str(work.folder)}
     if len(hosts) > 1:
         slots = ",".join(f"{host}:{count}" for host, count in hosts.items())
-        env |= {"HYBRIDPIPE_MPIRUN_FLAGS": f"--host {slots}", "PRTE_MCA_plm_ssh_agent": str(agent)}
-        env["PRTE_MCA_plm_ssh_no_tree_spawn"] = "1"  # mpirun itself calls the agent for each host
+        env["HYBRIDPIPE_MPIRUN_FLAGS"] = f"{env.get('HYBRIDPIPE_MPIRUN_FLAGS', '')} --host {slots}"
+        # Without a tree mpirun itself, on this host, calls the agent for each other one.
+        env |= {"PRTE_MCA_plm_ssh_agent": str(agent), "PRTE_MCA_plm_ssh_no_tree_spawn": "1"}
     command = [sys.executable, "-m", "hybridpipe.launch.mpirun", str(work.num_ranks), "--"]
     with _ending_with_this([*command, sys.executable, *work.words], env, subprocess.PIPE) as process:
         assert process.stderr is not None
@@ -207,9 +209,12 @@ def _start_ranks(work: _Work, hosts: Mapping[str, int], context: BarrierTaskCont
 def _daemons(agent: Path, hosts: Sequence[str], process: subprocess.Popen[bytes]) -> dict[str, str]:
     """Return the command of mpirun's daemon by host, or nothing where mpirun has ended before."""
     files = {host: agent.with_name(f"{agent.name}.{host}") for host in hosts}
-    while not all(file.exists() for file in files.values()):
+    end = time.monotonic() + DAEMONS_SECONDS
+    while missing := [host for host, file in files.items() if not file.exists()]:
         if process.poll() is not None:
             return {}
+        if time.monotonic() > end:
+            raise RuntimeError(f"mpirun has started no daemon on host {', '.join(missing)}")
         time.sleep(POLL_SECONDS)
     # A daemon in the background would not end with its task.
     return {host: file.read_text().replace(" --daemonize ", " ") for host, file in files.items()}
@@ -259,6 +264,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
             reported_at = time.monotonic()
         if reported_at is not None and time.monotonic() - reported_at > BACKSTOP_SECONDS:
             process.terminate()
+            break
         time.sleep(POLL_SECONDS)
     return process.wait()
 
@@ -288,7 +294,7 @@ def _spark_reason(text: str, context: SparkContext) -> str:
         or re.search(r"Traceback \(.*\n(?:[ \t].*\n)+(\S.*)", text)  # the last line of a task's own
         or re.search(r"Exception: ((?!Job aborted).*)", text)
     )
-    cause = said[1].strip() if said else text.splitlines()[0]
+    cause = (said[1] if said else text.splitlines()[0]).partition(". Consider ")[0].strip()
     task = re.search(r"barrier task \w+\((\d+), (\d+)\)", text)
     return f"Spark lost {_place(context, *map(int, task.groups()))}: {cause}" if task else f"Spark: {cause}"
 

@@ -18,13 +18,14 @@ from hybridpipe.data import Parquet
 def train(rows: Parquet) -> dict[str, torch.Tensor] | None:
     """Train on a hybrid plan of four ranks; rank 0 returns the weights."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
-    stages = hybridpipe.StageSpec(0, 2, replicas=3), hybridpipe.StageSpec(2, 3)
+    model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 10))
+    # Two replicas: a sum of two is the same in any order, and MPI adds more in another one between hosts.
+    stages = hybridpipe.StageSpec(0, 2, replicas=2), hybridpipe.StageSpec(2, 4), hybridpipe.StageSpec(4, 5)
     trainer = hybridpipe.Trainer(
         model,
         loss=nn.functional.cross_entropy,
         optimizer=partial(torch.optim.SGD, lr=0.1),
-        plan=hybridpipe.Plan(stages, schedule="1f1b", num_microbatches=3),
+        plan=hybridpipe.Plan(stages, schedule="1f1b", num_microbatches=4),
         minibatch_size=24,
         verbose=False,
     )

@@ -199,6 +199,7 @@ class TestInSpark:
             ("rank", "a rank was lost: SIGKILL (rank 2 on host "),
             ("task", "Spark lost task 0 on executor driver, host "),
         ],
+        ids=["rank", "task"],
     )
     def test_what_is_killed_ends_the_job_in_one_line(self, spark, tmp_path, victim, said):
         spark(LOCAL)
