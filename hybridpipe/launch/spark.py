@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 FUNCTION, ROWS = "function.pkl", "rows"
 ROW_GROUP_BYTES = 2**20  # a rank reads whole groups, in any order
-EXECUTORS_SECONDS = 30.0  # in which an application's executors come up
+EXECUTORS_SECONDS = 60.0  # in which executors come up, at the start or after one was lost
 DAEMONS_SECONDS = 60.0  # mpirun starts none on a host that has this one's address
 # mpirun calls its agent with a host's name and the command of the daemon there, of which this is the text.
 _AGENT = '#!/bin/sh\nhost=$1; shift\necho "$*" >"$0.$host.part" && mv "$0.$host.part" "$0.$host"\n'
