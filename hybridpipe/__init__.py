@@ -83,6 +83,6 @@ def __getattr__(name: str) -> Any:
         if name == "Trainer":  # a mistake in its arguments is told before it is made
             import_module("hybridpipe.health.failure").install()
         return found
-    if name == "callbacks":
-        return import_module("hybridpipe.callbacks")
+    if name in ("callbacks", "spark"):
+        return import_module(f"hybridpipe.{name}")
     raise AttributeError(f"module 'hybridpipe' has no attribute {name!r}")

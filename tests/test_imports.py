@@ -15,6 +15,7 @@ ORDER = [
     "callbacks",
     "run_folder",
     "training",
+    "spark",
     "launch",
     "install",
     "checkpoint",

@@ -162,6 +162,7 @@ def arguments(function) -> dict[str, str]:
 
 def test_the_page_of_python_names_every_argument_and_method():
     from hybridpipe.checkpoint.policy import Checkpointing
+    from hybridpipe.data import Parquet
 
     page, kind = tables("python.md"), hybridpipe.Trainer
     for options in ("PlanOptions", "UpdateOptions", "DataOptions", "RankOptions"):
@@ -169,6 +170,8 @@ def test_the_page_of_python_names_every_argument_and_method():
     assert page["hybridpipe"].keys() == set(hybridpipe.__all__)
     assert page["Trainer"] == arguments(kind)
     assert page["Checkpointing"] == arguments(Checkpointing)
+    assert page["Parquet"] == arguments(Parquet)
+    assert page["Spark"] == arguments(hybridpipe.spark.run)
     every = {name: getattr(kind, name) for name in dir(kind)}
     public = {name: value for name, value in every.items() if not name.startswith("_")}
     methods = {name for name, value in public.items() if inspect.isfunction(value)}

@@ -8,6 +8,7 @@ from tests.guide.blocks import Block
 # By page and the beginning of the text.
 BLOCKS = {
     ("docs/guide/other-schedulers.md", "import os, subprocess, submitit"): "needs submitit; tried with 1.5.4",
+    ("docs/guide/spark.md", "from functools import partial"): "tests/launch/test_spark.py runs it, in Spark",
     ("docs/guide/other-schedulers.md", "import runpy, sys, submitit"): "needs submitit; tried with 1.5.4",
 }
 # On any page: commands of other programs that are no part of this project.
