@@ -4,6 +4,7 @@ Knows sockets and tensors; no rule. Invariant: a rank that waits for other group
 be restarting; the meeting knows when they are lost.
 """
 
+import atexit
 import json
 import secrets
 import socket
@@ -66,6 +67,7 @@ class MeetingSums:
         host, port, token = self._group.meeting.rsplit(":", 2)
         try:
             self._connection = socket.create_connection((host, int(port)))
+            atexit.register(self.leave)  # a script may end without `Trainer.close`
             keep_alive(self._connection)
         except OSError as error:
             raise UserError(f"the groups' meeting at {host}:{port} cannot be reached: {error}") from None
@@ -97,11 +99,17 @@ class MeetingSums:
         self._send(Kind.CENTRE, DTYPES.index(centre.dtype), _content(centre))
         self.is_asked = False
 
-    def free(self) -> None:
-        """Leave the meeting."""
+    def leave(self) -> None:
+        """Tell the meeting that this rank's training has ended."""
+        atexit.unregister(self.leave)
         if self._connection is not None:
             self._send(Kind.BYE, 0, b"")
             self._connection.close()
+            self._connection = None
+
+    def free(self) -> None:
+        """Leave the meeting, and free the communicator. Collective over the replicas."""
+        self.leave()
         if self._replicas is not None:
             self._replicas.Free()
 

@@ -33,9 +33,8 @@ class GroupSums:
         made = group.everyone.Split(group.world.rank, group.index)
         self._peers = WatchedComm(made, group.everyone, group.first_rank)
         self._replicas: MPI.Comm | None = None
-        self.ranks, self.count, self.bytes_sent = self._peers.ranks, group.count, 0
-
-    is_asked = False
+        self.ranks, self.count = self._peers.ranks, group.count
+        self.is_asked, self.bytes_sent = False, 0
 
     def divide(self, replicas: MPI.Comm) -> None:
         """Let each of the ranks that have the same tensors send a part of them only. Collective over them."""

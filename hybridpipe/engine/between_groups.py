@@ -58,8 +58,7 @@ class BetweenGroups:
         is_alike = tie.shares is None and not any(axis_of(p) == "replica" for p in parameters)
         if is_alike and self._of_stage is not None and self._of_stage.size > 1:
             self._sums.divide(self._of_stage)
-        options, sums = self._group.options, self._sums
-        self._centre = Centre(parameters, options, sums)
+        self._centre = Centre(parameters, self._group.options, self._sums)
         return self._centre
 
     def join(self, step: int, plan: Plan, shares: ReplicaShares | None) -> None:
@@ -73,6 +72,8 @@ class BetweenGroups:
         self._has_joined = True
         self._sums.begin(self._centre is not None, plan_text(replace(plan, sync=None)))
         if self._centre is not None:
+            if not step:  # the user may have changed the weights since
+                self._centre.reset()
             self._centre.join(step)
             if shares is not None:
                 shares.gather()

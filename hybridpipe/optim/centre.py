@@ -55,12 +55,7 @@ class Centre:
         sums: adds the other groups' numbers up.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        options: GroupOptions,
-        sums: SumsOverGroups,
-    ) -> None:
+    def __init__(self, parameters: Sequence[Tensor], options: GroupOptions, sums: SumsOverGroups) -> None:
         self._parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
         self._options, self.sums = options, sums
         self._thread = ThreadPoolExecutor(1, "hybridpipe-groups")  # one, so that exchanges stay in order
