@@ -194,6 +194,9 @@ class Worker:
         plan = self.plan
         layers = self.layers.stage(plan.stages[s].start, plan.stages[s].stop)
         layers.alternates = plan.alternates
+        along, sums = self.communicators.split, None
+        if plan.stages[s].sync_batchnorm > 1:
+            sums = TensorSums(along["replica"], self.transport, "replicas that normalise together")
         return Stage(
             layers,
             self.device,
@@ -202,6 +205,7 @@ class Worker:
             recompute=plan.recomputes(s),
             split_backward=plan.traits.splits_backward,
             batches_wgrad=plan.traits.batches_wgrad,
+            sums=sums,
         )
 
     def _groups_that_share(self, stages: Sequence[Stage]) -> dict[Tensor, list[int]]:

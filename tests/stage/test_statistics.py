@@ -19,7 +19,7 @@ def net(**options) -> nn.Sequential:
 def trained(sizes: list[int], **options) -> tuple[nn.Sequential, RunningStatistics]:
     """Make a replica that has trained on microbatches of these sizes."""
     module = net(**options)
-    counted = RunningStatistics([module])
+    counted = RunningStatistics([module], [1])
     generator = torch.Generator().manual_seed(sum(sizes))
     for size in sizes:
         module[1](torch.randn(size, 4, dtype=torch.float64, generator=generator))

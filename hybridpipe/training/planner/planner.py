@@ -33,6 +33,7 @@ from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.model.deferred_init.deferred import Numbers
 from hybridpipe.model.experts import Experts, experts_of, split_by
 from hybridpipe.model.layers import Layers, known_layers, layers_of
+from hybridpipe.model.sync_batchnorm import synchronised
 from hybridpipe.model.tensor_plan import SplitModule, called_whole, parts_by, split_modules_of
 from hybridpipe.notices import notices
 from hybridpipe.optim.update import UpdateRule
@@ -279,7 +280,7 @@ class Planner:
         """
         plan, choice = (self._given, None) if minibatch is None else self._made(minibatch)
         assert isinstance(plan, Plan)
-        plan = self.with_sync(plan)
+        plan = synchronised(self.with_sync(plan), self.known_layers, self._rule.sync_batchnorm)
         if choice is not None:
             choice = replace(choice, plan=plan)
         self.known_layers.check_plan(plan)
@@ -343,6 +344,7 @@ class Planner:
         layers = self._layers_of(minibatch)
         if isinstance(self._given, Plan):
             layers.check_plan(self._given)
+            synchronised(self._given, layers, self._rule.sync_batchnorm)
             if not self._predicts:
                 return self._given, None
         choice = self._choice(layers, minibatch)
@@ -373,7 +375,10 @@ class Planner:
             del work  # with the copy of the model, whose memory the search counts as free
             cluster = replace(machines, memory_bytes=bytes_for_stages(self.memory))
             count = ceil_div(self._minibatch_size, self.microbatch_size)
-            choice = choose_on_rank_0(self._given, self._world, profile, cluster, count, self._request)
+            synced = partial(synchronised, layers=layers, together=self._rule.sync_batchnorm)
+            choice = choose_on_rank_0(
+                self._given, self._world, profile, cluster, count, self._request, synced
+            )
         except NoPlanFits as error:  # the same on every rank
             raise NoPlanFits(f"{error}\n{least_left(self.memory)}") from None
         except ValueError as error:  # this, too
@@ -391,6 +396,7 @@ class Planner:
         self._rule.check(plan)
         if self._layers is not None:
             self._layers.check_plan(plan)
+            synchronised(plan, self._layers, self._rule.sync_batchnorm)
         plan.check_world(self._world.size)
         return size
 
