@@ -94,8 +94,8 @@ class UpdateOptions:
             share a parameter: three digits, up to 65504.
         on_nonfinite: where a loss or gradient is NaN or infinite: "stop" ends the job and names it, "skip"
             leaves the update out, on all ranks or an asynchronous stage's replicas; "ignore" does not check.
-        sync_batchnorm: consecutive microbatches that BatchNorm layers normalise together, on as many replicas;
-            each stage with BatchNorm must have a multiple of it. At 1 each replica normalises by itself, but
+        sync_batchnorm: consecutive microbatches that BatchNorm normalises together, on as many replicas; each
+            stage with BatchNorm must have a multiple of it. At 1 each replica normalises by itself, but
             for `nn.SyncBatchNorm`, which normalises those of all replicas of its stage.
         optimizer_per_stage: allow an optimizer that looks beyond a parameter, or under `zero` beyond an
             element: at those of its stage, or at its replica's share.

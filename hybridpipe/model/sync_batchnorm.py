@@ -1,7 +1,7 @@
 """SyncBatchNorm: how many replicas of each stage normalise their microbatches together.
 
-Knows a model's stages and a plan; no exchange. Invariant: all BatchNorm layers of a stage normalise alike, and
-what cannot is refused in one line before the training.
+Knows a model's stages and a plan; no exchange. Invariant: all BatchNorm layers of a stage normalise alike,
+and what cannot is refused in one line before the training.
 """
 
 from dataclasses import replace
@@ -29,8 +29,8 @@ def synchronised(plan: Plan, layers: Layers, together: int) -> Plan:
         found = _together(stage.module, spec, together, f"stage {s} of plan {plan.name}")
         if spec.sync_batchnorm not in (1, found):
             raise ValueError(
-                f"stages[{s}].sync_batchnorm must be {found}, as the training has sync_batchnorm = {together}, "
-                f"got {spec.sync_batchnorm}"
+                f"stages[{s}].sync_batchnorm must be {found}, as the training has sync_batchnorm = "
+                f"{together}, got {spec.sync_batchnorm}"
             )
         stages.append(replace(spec, sync_batchnorm=found))
     return plan if tuple(stages) == plan.stages else replace(plan, stages=tuple(stages))

@@ -231,7 +231,7 @@ class SyncBatchNorms:
         )
 
     def _sum(self, place: _Place, numbers: Tensor) -> Tensor:
-        """Return the sum of the replicas' numbers, in float64 on the CPU; UserError if their places differ."""
+        """Return the sum of the replicas' numbers, in float64 on the CPU; UserError if places differ."""
         if self._is_present and (self._others_join or self._order is None):
             self._check(self._announced(place), place)
         tag = len(_Place._fields) * place.number + place.kind

@@ -147,7 +147,8 @@ def choose(
         check: raises ValueError for a plan that the model forbids.
 
     Raises:
-        ValueError: the name is unknown, the model forbids all plans that were found, or the schedule contradicts the request.
+        ValueError: the name is unknown, the model forbids all plans that were found, or the schedule
+            contradicts the request.
         NoPlanFits: no plan fits into memory.
     """
     if name not in SOURCES:
