@@ -127,17 +127,21 @@ def make_model(name: str) -> nn.Module:
     return MODELS[name]().double()
 
 
-def points() -> torch.utils.data.TensorDataset:
+def points(name: str) -> torch.utils.data.TensorDataset:
+    """The last minibatch has three microbatches, the last one of a single sample."""
+    count = 42 if name == "dense" else 41  # where a norm's only value would be refused
     numbers = torch.Generator().manual_seed(2)
-    inputs = torch.randn(SAMPLES, 1, 4, 4, dtype=torch.float64, generator=numbers)
-    return torch.utils.data.TensorDataset(3 + 2 * inputs, torch.arange(SAMPLES) % 3)
+    inputs = torch.randn(count, 1, 4, 4, dtype=torch.float64, generator=numbers)
+    return torch.utils.data.TensorDataset(3 + 2 * inputs, torch.arange(count) % 3)
 
 
-def make_plan(name: str, model: str, options: dict) -> Plan:
-    inputs, targets = points()[:MICROBATCH]
+def make_plan(name: str, model: str, k: int, options: dict) -> Plan:
+    """Cut in the middle, or before the head if the last stage cannot have a norm."""
+    inputs, targets = points(model)[:MICROBATCH]
     num_layers = layers_of(make_model(model), inputs, nn.functional.cross_entropy, targets).num_layers
     replicas = list(map(int, name.split("-")))
-    cuts = [0, *(num_layers - len(replicas) + s for s in range(1, len(replicas))), num_layers]
+    behind = 1 if replicas[-1] % k else num_layers // 2
+    cuts = [0, num_layers - behind, num_layers] if len(replicas) > 1 else [0, num_layers]
     stages = [
         StageSpec(a, b, count, zero=options.get("zero", 0) if count > 1 else 0)
         for a, b, count in zip(cuts, cuts[1:], replicas, strict=False)
@@ -152,17 +156,17 @@ def statistics_of(model: nn.Module, keys: list[str]) -> dict[str, torch.Tensor]:
 
 def reference(name: str, plan: Plan, k: int, keys_of: list[list[str]]):
     """Train in one process on groups of k microbatches; return the state, the losses and a loss after it."""
-    model, losses = make_model(name), []
+    model, data, losses = make_model(name), points(name), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     tracks = [
         [statistics_of(model, keys) for _ in range(stage.replicas // k or 1)]
         for keys, stage in zip(keys_of, plan.stages, strict=True)
     ]
     seen = [[0] * len(each) for each in tracks]
-    for start in [*range(0, SAMPLES, MINIBATCH)] * EPOCHS:
-        count, total = min(MINIBATCH, SAMPLES - start), 0.0
+    for start in [*range(0, len(data), MINIBATCH)] * EPOCHS:
+        count, total = min(MINIBATCH, len(data) - start), 0.0
         for j, first in enumerate(range(start, start + count, k * MICROBATCH)):
-            inputs, targets = points()[first : min(first + k * MICROBATCH, start + count)]
+            inputs, targets = data[first : min(first + k * MICROBATCH, start + count)]
             for keys, track, samples in zip(keys_of, tracks, seen, strict=True):
                 with torch.no_grad():
                     for key in keys:
@@ -186,7 +190,7 @@ def reference(name: str, plan: Plan, k: int, keys_of: list[list[str]]):
                 state[key] = sum(n * own for n, own in zip(samples, each, strict=True)) / sum(samples)
     model.load_state_dict(state)
     model.eval()
-    inputs, targets = points()[:]
+    inputs, targets = data[:]
     with torch.no_grad():
         after = nn.functional.cross_entropy(model(inputs), targets).item()
     return state, losses, after
@@ -194,7 +198,7 @@ def reference(name: str, plan: Plan, k: int, keys_of: list[list[str]]):
 
 def keys_by_stage(plan: Plan, name: str) -> list[list[str]]:
     """The keys of running statistics in each stage."""
-    inputs, targets = points()[:MICROBATCH]
+    inputs, targets = points(name)[:MICROBATCH]
     model = make_model(name)
     holders = layers_of(model, inputs, nn.functional.cross_entropy, targets).holders(plan)
     found = [[] for _ in plan.stages]
@@ -217,7 +221,7 @@ def check(name: str, k: int, label: str, plan: Plan) -> None:
     )
     with contextlib.closing(trainer):
         classes, keys = [type(each) for each in trainer.model.modules()], list(trainer.model.state_dict())
-        trainer.fit(points(), EPOCHS, shuffle=False, on_minibatch=lambda done: losses.append(done.loss))
+        trainer.fit(points(name), EPOCHS, shuffle=False, on_minibatch=lambda done: losses.append(done.loss))
         own = trainer.full_state_dict()
         state, expected_losses, loss_after = reference(name, plan, k, keys_by_stage(plan, name))
         torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-10)
@@ -225,7 +229,7 @@ def check(name: str, k: int, label: str, plan: Plan) -> None:
             apart = compare(own, state)
             print(f"{plan.name} {label} k = {k}: state within {apart:.1e}", flush=True)
         if name != "untracked":  # whose evaluation looks at its own microbatches
-            after = trainer.evaluate(points())["loss"]
+            after = trainer.evaluate(points(name))["loss"]
             assert abs(after - loss_after) < 1e-10, (after, loss_after)
         assert [type(each) for each in trainer.model.modules()] == classes
         assert not any("forward" in vars(each) for each in trainer.model.modules())
@@ -236,7 +240,7 @@ def main() -> None:
     name, k, schedules, *plans = sys.argv[1:]
     for plan in plans:
         for label in schedules.split(","):
-            made = make_plan(plan, name, SCHEDULES[label])
+            made = make_plan(plan, name, int(k), SCHEDULES[label])
             check(name, int(k), label, made)
 
 
