@@ -1,6 +1,7 @@
 """BatchNorm over k microbatches on k replicas, against one process that runs k microbatches as one batch.
 
     sync_batchnorm.py MODEL K SCHEDULES PLANS...
+    sync_batchnorm.py --resume FOLDER K PLANS...
 
 A stage of m > k replicas has m / k groups, each with running statistics of its own; when used, they are the
 groups' mean by samples. The reference keeps one set of statistics for each group.
@@ -9,11 +10,13 @@ groups' mean by samples. The reference keeps one set of statistics for each grou
 import contextlib
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from hybridpipe import Plan, StageSpec, Trainer
+from hybridpipe import Checkpointing, Plan, StageSpec, Trainer
+from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
 from hybridpipe.model.layers import layers_of
 from tests.mpi.programs.exactness import compare
 
@@ -154,7 +157,7 @@ def statistics_of(model: nn.Module, keys: list[str]) -> dict[str, torch.Tensor]:
     return {key: model.state_dict()[key].clone() for key in keys}
 
 
-def reference(name: str, plan: Plan, k: int, keys_of: list[list[str]]):
+def reference(name: str, plan: Plan, k: int, keys_of: list[list[str]], epochs: int = EPOCHS):
     """Train in one process on groups of k microbatches; return the state, the losses and a loss after it."""
     model, data, losses = make_model(name), points(name), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
@@ -163,7 +166,7 @@ def reference(name: str, plan: Plan, k: int, keys_of: list[list[str]]):
         for keys, stage in zip(keys_of, plan.stages, strict=True)
     ]
     seen = [[0] * len(each) for each in tracks]
-    for start in [*range(0, len(data), MINIBATCH)] * EPOCHS:
+    for start in [*range(0, len(data), MINIBATCH)] * epochs:
         count, total = min(MINIBATCH, len(data) - start), 0.0
         for j, first in enumerate(range(start, start + count, k * MICROBATCH)):
             inputs, targets = data[first : min(first + k * MICROBATCH, start + count)]
@@ -208,18 +211,48 @@ def keys_by_stage(plan: Plan, name: str) -> list[list[str]]:
     return found
 
 
-def check(name: str, k: int, label: str, plan: Plan) -> None:
-    losses: list[float] = []
-    trainer = Trainer(
+def make_trainer(name: str, plan: Plan, k: int) -> Trainer:
+    return Trainer(
         make_model(name),
         loss=nn.functional.cross_entropy,
         optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
         plan=plan,
         minibatch_size=MINIBATCH,
-        sync_batchnorm=1 if name == "synced" else k,
+        sync_batchnorm=k,
         verbose=False,
     )
-    with contextlib.closing(trainer):
+
+
+def check_resumed(folder: Path, k: int, plans: list[str]) -> None:
+    """Train an epoch under each plan, each from the checkpoint of the one before.
+
+    Statistics are exact up to plan 4, which has several groups.
+    """
+    before: dict[str, torch.Tensor] | None = None
+    for number, each in enumerate(plans):
+        plan = make_plan(each, "resnet", k, {})
+        with contextlib.closing(make_trainer("resnet", plan, k)) as trainer:
+            if number:
+                trainer.resume(folder)
+                trainer.prepare(points("resnet"))
+                now = trainer.full_state_dict()
+                assert now is None or all(torch.equal(now[key], before[key]) for key in before), each
+            trainer.fit(points("resnet"), shuffle=False, checkpoint=Checkpointing(folder))
+            before = trainer.full_state_dict()
+            if before is None:
+                continue
+            saved = SavedModel(find_checkpoint(folder)[0])
+            assert all(torch.equal(saved.read(key), before[key]) for key in before), each
+            expected, *_ = reference("resnet", plan, k, keys_by_stage(plan, "resnet"), number + 1)
+            if "4" in plans[: number + 1]:
+                expected = {key: expected[key] for key in expected if "running" not in key}
+            apart = compare({key: before[key] for key in expected}, expected)
+            print(f"{each}: resumed and saved, within {apart:.1e}", flush=True)
+
+
+def check(name: str, k: int, label: str, plan: Plan) -> None:
+    losses: list[float] = []
+    with contextlib.closing(make_trainer(name, plan, 1 if name == "synced" else k)) as trainer:
         classes, keys = [type(each) for each in trainer.model.modules()], list(trainer.model.state_dict())
         trainer.fit(points(name), EPOCHS, shuffle=False, on_minibatch=lambda done: losses.append(done.loss))
         own = trainer.full_state_dict()
@@ -237,6 +270,9 @@ def check(name: str, k: int, label: str, plan: Plan) -> None:
 
 
 def main() -> None:
+    if sys.argv[1] == "--resume":
+        check_resumed(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+        return
     name, k, schedules, *plans = sys.argv[1:]
     for plan in plans:
         for label in schedules.split(","):
