@@ -185,7 +185,7 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
             "stages[1].replica",
             1,
             "unknown field (did you mean 'replicas'? allowed: start, stop, replicas, ranks, recompute, zero, "
-            "scatter, experts, tensor)",
+            "scatter, experts, tensor, sync_batchnorm)",
         ),
         ("stages[1].ranks", [2, 3], "must name replicas = 1 ranks, got 2: [2, 3]"),
         ("stages[1].ranks", 3, "must be a valid array, got 3"),

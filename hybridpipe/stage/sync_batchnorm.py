@@ -322,9 +322,8 @@ def _through_statistics(
     scale = (common.var + common.eps).rsqrt()
     of_bias, of_weight = sums.chunk(2)
     factor = scale / common.num_values * (1.0 if weight is None else weight.to("cpu", torch.float64))
-    shape = 1, -1, *[1] * (x.dim() - 2)
     numbers = torch.stack([common.mean, factor * of_bias, factor * scale * of_weight])
-    mean, constant, slope = numbers.to(x.device, _accurate(x.dtype)).view(3, *shape)
+    mean, constant, slope = numbers.to(x.device, _accurate(x.dtype)).view(3, 1, -1, *[1] * (x.dim() - 2))
     made: Tensor = of_x - constant - (x - mean) * slope
     return made.to(of_x.dtype)
 

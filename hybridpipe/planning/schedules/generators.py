@@ -165,7 +165,7 @@ def _let_pass(plan: Plan, wanted: Sequence[int]) -> Iterator[int]:
     With h in flight on each of r replicas, a stage forwards microbatch m before it has the gradient of
     m - (h - 1) r, and after that of m - h r. It must therefore hold no more than every stage before it lets
     pass, or nothing would advance. Where g neighbours end their backwards together, a gradient counts only
-    with up to g - 1 later ones. Where k run every pass together, a forward does, too; the stages before must
+    with up to g - 1 later ones. Where k run every pass together, so does a forward; the stages before must
     then let as many pass, whatever is wanted.
     """
     room = UNLIMITED
