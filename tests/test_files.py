@@ -30,8 +30,8 @@ PLAN = """\
   "schedule": "1f1b",
   "num_microbatches": 16,
   "stages": [
-    {"start": 0, "stop": 17, "replicas": 3, "ranks": [0, 1, 2], "recompute": false, "zero": 0, "scatter": false, "experts": false, "tensor": 1},
-    {"start": 17, "stop": 21, "replicas": 1, "ranks": [3], "recompute": true, "zero": 0, "scatter": false, "experts": false, "tensor": 1}
+    {"start": 0, "stop": 17, "replicas": 3, "ranks": [0, 1, 2], "recompute": false, "zero": 0, "scatter": false, "experts": false, "tensor": 1, "sync_batchnorm": 1},
+    {"start": 17, "stop": 21, "replicas": 1, "ranks": [3], "recompute": true, "zero": 0, "scatter": false, "experts": false, "tensor": 1, "sync_batchnorm": 1}
   ],
   "chunks": 1,
   "vertical_sync": false,
