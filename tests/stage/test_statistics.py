@@ -49,6 +49,18 @@ def agree(replicas: list[tuple[nn.Sequential, RunningStatistics]]) -> None:
         list(pool.map(run, range(len(replicas))))
 
 
+def test_batches_that_replicas_normalise_together_count_once():
+    """Two pairs, of which one has seen two batches and the other one."""
+    replicas = [trained(own) for own in ([4, 4], [4, 4], [4], [4])]
+    for _, counted in replicas:
+        counted._together = [2]
+    each = [Replica({**statistics(module)}, counted.num_samples) for module, counted in replicas]
+    name = "1.num_batches_tracked"
+    assert agreed([name], each, {name: 0}, together=2)[name] == 3
+    agree(replicas)
+    assert [int(module[1].num_batches_tracked) for module, _ in replicas] == [3] * 4
+
+
 @pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=["momentum", "cumulative"])
 @pytest.mark.parametrize("sizes", [[[4, 4], [4]], [[6], [2, 2, 2], [3]], [[5], []], [[], [2, 7]]])
 def test_the_mean_over_the_samples_and_the_sum_of_the_batches(sizes, options):
