@@ -191,5 +191,5 @@ def _allowed(candidates: Sequence[Candidate], check: Callable[[Plan], object]) -
         except ValueError as error:
             errors.append(error)
     if not allowed:
-        raise ValueError(f"none of the plans found can be trained, so give a Plan: of the fastest, {errors[0]}")
+        raise ValueError(f"no plan that was found can be trained, give a Plan: of the fastest, {errors[0]}")
     return tuple(allowed)

@@ -88,5 +88,5 @@ def test_if_the_model_allows_no_plan_that_was_found_the_first_reason_is_told():
     fastest = choose("auto", PROFILE, CLUSTER, 8).plan.name
     with pytest.raises(ValueError) as raised:
         choose("auto", PROFILE, CLUSTER, 8, check=none)
-    told = f"none of the plans found can be trained, so give a Plan: of the fastest, {fastest} has no pairs"
+    told = f"no plan that was found can be trained, give a Plan: of the fastest, {fastest} has no pairs"
     assert str(raised.value) == told
