@@ -32,7 +32,7 @@ T = TypeVar("T")
 # Limit for a file that is read as text. A profile of 10,000 layers in five sizes has 25 MB; parsed JSON takes
 # up to thirty times its bytes in memory.
 MOST_BYTES = 2**26
-_WIDTH = 145  # columns; JSON that fits stays on one line, as each stage of a plan does
+_WIDTH = 170  # columns; JSON that fits stays on one line, as each stage of a plan does
 _UNION_BRANCHES = ("int", "tuple[int, ...]")  # pydantic inserts these names into the location of a mistake
 _LEADING = ("format", "num_layers", "schedule", "num_microbatches")  # fields that are written first
 

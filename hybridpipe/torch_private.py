@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException as DataDe
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -30,6 +31,8 @@ are_transforms_active: Any = torch._C._are_functorch_transforms_active
 foreach_norm: Any = torch._foreach_norm
 foreach_mul_: Any = torch._foreach_mul_
 
+AnyBatchNorm = _BatchNorm  # of any number of dimensions
+verify_batch_size: Any = torch.nn.functional._verify_batch_size  # type: ignore[attr-defined]  # raises the error of a BatchNorm that sees one value
 will_run: Any = torch._C._will_engine_execute_node  # this backward runs the node
 autograd: Any = torch._C._autograd
 profiler: Any = torch._C._profiler  # sees each allocation

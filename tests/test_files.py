@@ -30,8 +30,8 @@ PLAN = """\
   "schedule": "1f1b",
   "num_microbatches": 16,
   "stages": [
-    {"start": 0, "stop": 17, "replicas": 3, "ranks": [0, 1, 2], "recompute": false, "zero": 0, "scatter": false, "experts": false, "tensor": 1},
-    {"start": 17, "stop": 21, "replicas": 1, "ranks": [3], "recompute": true, "zero": 0, "scatter": false, "experts": false, "tensor": 1}
+    {"start": 0, "stop": 17, "replicas": 3, "ranks": [0, 1, 2], "recompute": false, "zero": 0, "scatter": false, "experts": false, "tensor": 1, "sync_batchnorm": 1},
+    {"start": 17, "stop": 21, "replicas": 1, "ranks": [3], "recompute": true, "zero": 0, "scatter": false, "experts": false, "tensor": 1, "sync_batchnorm": 1}
   ],
   "chunks": 1,
   "vertical_sync": false,
@@ -185,7 +185,7 @@ BAD: dict[str, list[tuple[str, Any, str]]] = {
             "stages[1].replica",
             1,
             "unknown field (did you mean 'replicas'? allowed: start, stop, replicas, ranks, recompute, zero, "
-            "scatter, experts, tensor)",
+            "scatter, experts, tensor, sync_batchnorm)",
         ),
         ("stages[1].ranks", [2, 3], "must name replicas = 1 ranks, got 2: [2, 3]"),
         ("stages[1].ranks", 3, "must be a valid array, got 3"),

@@ -357,11 +357,12 @@ class _Reading:
         found: dict[str, Tensor] = {}
         wanted = {layers.key(path) for layers in self.layers.values() for path in statistics(layers.module)}
         # under an interleaved plan the same ranks hold several stages: read them once
-        for ranks_of in dict.fromkeys(self.found.plan.stages[s].leaders for s in self.stages()):
+        stages = [self.found.plan.stages[s] for s in self.stages()]
+        for ranks_of, together in {stage.leaders: stage.sync_batchnorm for stage in stages}.items():
             if wanted and len(ranks_of) > 1:
                 replicas = [self.replica(rank) for rank in ranks_of]
                 replicas[0] = replicas[0]._replace(tensors=self.result.model)
-                found |= agreed(wanted, replicas, self.batches)
+                found |= agreed(wanted, replicas, self.batches, together)
         return found
 
     def replica(self, rank: int) -> Replica:

@@ -155,10 +155,11 @@ class SavedModel:
                 batches |= batches_agreed(file.value, str(self.path / name))
         found = {key: self._found[key].read(_MODEL + key) for key in names if key in self._found}
         of_ranks = {rank: name for name in self._files if (rank := _rank_of(name)) is not None}
-        for ranks in dict.fromkeys(stage.leaders for stage in plan.stages):
+        for ranks, together in {stage.leaders: stage.sync_batchnorm for stage in plan.stages}.items():
             replicas = [self._replica(of_ranks[rank]) for rank in ranks if rank in of_ranks]
             if len(replicas) > 1:
-                found |= agreed(names, [replicas[0]._replace(tensors=found), *replicas[1:]], batches)
+                first = replicas[0]._replace(tensors=found)
+                found |= agreed(names, [first, *replicas[1:]], batches, together)
         return found
 
     def _replica(self, name: str) -> Replica:

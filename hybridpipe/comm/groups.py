@@ -6,7 +6,7 @@ Invariant: a blocking call of a `WatchedComm` is entered in `status`, where the 
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -27,9 +27,9 @@ class Communicators(NamedTuple):
         used: the ranks that the plan uses; None on the others.
         along: by the name of an axis of `Place`, the ranks whose places differ in it only, ordered by rank,
             so that Horovod's ring visits each host once; empty on an unused rank.
-        split: by the name of an axis along which a stage's layers may be split, the ranks along it once more,
-            in the order of their numbers, for what they exchange in a pass: tokens of experts among replicas,
-            sums among shards. Axes along which no stage of the plan is split are missing.
+        split: by the name of an axis, the ranks along it once more that run every pass together, in the order
+            of their numbers, for what they exchange in it: tokens of experts or sums of BatchNorm among
+            replicas, sums among shards. Axes along which none do in the plan are missing.
     """
 
     control: "WatchedComm"
@@ -94,9 +94,9 @@ def _split(world: MPI.Comm, plan: Plan) -> Communicators:
         """Return the ranks whose places differ in these axes at most; None on an unused rank.
 
         Args:
-            by_place: they are ordered by place, not by rank.
+            by_place: they are ordered by place, not by rank, and replicas are those that run together.
         """
-        rest = [place and place._replace(**dict.fromkeys(axes, 0)) for place in places]
+        rest = [place and _without(plan, place, axes, by_place) for place in places]
         own, place = rest[world.rank], places[world.rank]
         key = getattr(place, axes[0]) if by_place and place is not None else world.rank
         made = world.Split(color=MPI.UNDEFINED if own is None else rest.index(own), key=key)
@@ -105,7 +105,8 @@ def _split(world: MPI.Comm, plan: Plan) -> Communicators:
     def present(made: Mapping[str, WatchedComm | None]) -> dict[str, WatchedComm]:
         return {axis: each for axis, each in made.items() if each is not None}
 
-    splits = {"replica": any(map(plan.splits_experts, range(plan.num_stages))), "shard": plan.splits_tensors}
+    together = max(map(plan.together, range(plan.num_stages)))
+    splits = {"replica": together > 1, "shard": plan.splits_tensors}
     return Communicators(
         control=WatchedComm(world.Dup(), world),
         peers=world.Dup(),
@@ -113,6 +114,18 @@ def _split(world: MPI.Comm, plan: Plan) -> Communicators:
         along=present({axis: differing_in(axis) for axis in AXES}),
         split=present({axis: differing_in(axis, by_place=True) for axis, does in splits.items() if does}),
     )
+
+
+def _without(plan: Plan, place: Place, axes: Sequence[str], together: bool) -> Place:
+    """Return what places that differ in these axes have in common.
+
+    Args:
+        together: replicas that do not run every pass together differ also otherwise.
+    """
+    rest = place._replace(**dict.fromkeys(axes, 0))
+    if together and "replica" in axes:
+        return rest._replace(replica=place.replica // plan.together(place.stage))
+    return rest
 
 
 class Host(NamedTuple):

@@ -97,6 +97,9 @@ class UpdateOptions:
             share a parameter: three digits, up to 65504.
         on_nonfinite: where a loss or gradient is NaN or infinite: "stop" ends the job and names it, "skip"
             leaves the update out, on all ranks or an asynchronous stage's replicas; "ignore" does not check.
+        sync_batchnorm: consecutive microbatches that BatchNorm normalises together, on as many replicas; each
+            stage with BatchNorm must have a multiple of it. At 1 each replica normalises by itself, but
+            for `nn.SyncBatchNorm`, which normalises those of all replicas of its stage.
         optimizer_per_stage: allow an optimizer that looks beyond a parameter, or under `zero` beyond an
             element: at those of its stage, or at its replica's share.
 
@@ -110,12 +113,14 @@ class UpdateOptions:
     precision: str = "fp32"
     compression: str = NO_COMPRESSION
     on_nonfinite: str = "stop"
+    sync_batchnorm: int = 1
     optimizer_per_stage: bool = False
 
     def __post_init__(self) -> None:
         if self.clip_grad_norm is not None and self.clip_grad_norm != math.inf:  # that only measures it
             positive("clip_grad_norm", self.clip_grad_norm)
         _set_integer(self, "delay_warm_up", least=0)
+        _set_integer(self, "sync_batchnorm", least=1)
         one_of("precision", self.precision, PRECISIONS)
         check_compression(self.compression)
         one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)

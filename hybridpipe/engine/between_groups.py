@@ -4,6 +4,8 @@ Knows one rank's parts; no step. Invariant: ranks at one place of all groups hav
 same order.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from hybridpipe.comm.group_meeting import MeetingSums
@@ -12,6 +14,7 @@ from hybridpipe.comm.groups import Communicators, WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.engine.consistency import plan_text
+from hybridpipe.engine.executor import Executor
 from hybridpipe.engine.replication import Replication
 from hybridpipe.model.held_part import axis_of
 from hybridpipe.optim.centre import Centre
@@ -85,3 +88,21 @@ class BetweenGroups:
         self._sums.free()
         for each in self._made:
             each.Free()
+
+
+@contextmanager
+def with_centre(executor: Executor) -> Iterator[None]:
+    """Let a rank's layers have the weights in common with other groups inside this context. Collective.
+
+    An error may be this rank's alone: then no other one is waited for.
+    """
+    centre, shares = executor.centre, executor.shares
+    if centre is None:
+        yield
+        return
+    with centre.in_place():
+        if shares is not None:
+            shares.gather()
+        yield
+    if shares is not None:
+        shares.gather()

@@ -218,6 +218,7 @@ def settings(model: nn.Module, loss: Loss, rule: UpdateRule, groups: GroupOption
         "delay_warm_up": repr(rule.delay_warm_up),
         "compression": repr(rule.compression),
         "precision": repr(rule.precision),
+        "sync_batchnorm": repr(rule.sync_batchnorm),
         "frozen parameters": ", ".join(frozen) or "none",
         "groups": repr(groups) if groups.count > 1 else "none",
     }

@@ -127,7 +127,8 @@ class Executor:
         self.behind = [plan.chunk_of(s + 1) if plan.hands_over(s) else None for s in self.held]
         self.before = [plan.chunk_of(s - 1) if plan.hands_over(s - 1) else None for s in self.held]
         self.defers_wgrad = [plan.defers_wgrad(s) for s in self.held]
-        self.statistics = RunningStatistics(stage.module for stage in stages)
+        together = [plan.stages[s].sync_batchnorm for s in self.held]
+        self.statistics = RunningStatistics([stage.module for stage in stages], together)
         self.forms: list[Callable[[int], int]] = []  # of the present run, by chunk
         self.stashed: StashedWeights | None = None
         if plan.is_asynchronous and self.place is not None:
@@ -197,7 +198,7 @@ class Executor:
     def _begin(self, program: RankProgram, stream: Stream, step: int, training: bool) -> None:
         self.forms = [cache(partial(_form, stage, stream, training)) for stage in self.stages]
         for stage, form, p2p in zip(self.stages, self.forms, self.p2p, strict=True):
-            stage.begin()
+            stage.begin(len(stream.sizes))
             p2p.begin(program.instructions, form, step, training)
 
     def _execute(self, run: "ProgramRun", program: RankProgram, part: ProgramPart) -> None:
@@ -404,7 +405,7 @@ class ProgramRun:
         self.executor.stages[instruction.chunk].backward_weight(instruction.microbatch)
 
     def join_forward(self, instruction: JoinForward) -> None:
-        """Compute tokens of other replicas' microbatches, where this rank has none of its own."""
+        """Take part in the forward of other replicas, where this rank has no microbatch."""
         self.executor.stages[instruction.chunk].join_forward(instruction.microbatch)
 
     def join_backward(self, instruction: JoinBackward) -> None:
@@ -552,5 +553,5 @@ class InferenceRun(ProgramRun):
         _drop(at)
 
     def join_forward(self, instruction: JoinForward) -> None:
-        """Compute tokens of other replicas' microbatches, where this rank has none of its own."""
+        """Take part in the forward of other replicas, where this rank has no microbatch."""
         self.executor.stages[instruction.chunk].join_inference()

@@ -27,7 +27,7 @@ from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.data.stream import Minibatch, Stream
 from hybridpipe.device import lanes_of
 from hybridpipe.engine import rank_state, whole_state
-from hybridpipe.engine.between_groups import BetweenGroups
+from hybridpipe.engine.between_groups import BetweenGroups, with_centre
 from hybridpipe.engine.executor import Executor, RankParts
 from hybridpipe.engine.faulty import FaultyExecutor, FaultyTransport
 from hybridpipe.engine.loss_weights import LossWeights
@@ -200,6 +200,9 @@ class Worker:
         plan = self.plan
         layers = self.layers.stage(plan.stages[s].start, plan.stages[s].stop)
         layers.alternates = plan.alternates
+        along, sums = self.communicators.split, None
+        if plan.stages[s].sync_batchnorm > 1:
+            sums = TensorSums(along["replica"], self.transport, "replicas that normalise together")
         return Stage(
             layers,
             self.device,
@@ -208,6 +211,7 @@ class Worker:
             recompute=plan.recomputes(s),
             split_backward=plan.traits.splits_backward,
             batches_wgrad=plan.traits.batches_wgrad,
+            sums=sums,
         )
 
     def _groups_that_share(self, stages: Sequence[Stage]) -> dict[Tensor, list[int]]:
@@ -441,7 +445,7 @@ class Worker:
         for stage in stages:
             stage.module.eval()
         try:
-            with self.with_centre():
+            with with_centre(self.executor):
                 yield
         finally:
             for module, training in modes:
@@ -449,23 +453,6 @@ class Worker:
             self._settle()
             for stage, before in zip(stages, vary, strict=True):
                 stage.layers.shapes_vary = before
-
-    @contextmanager
-    def with_centre(self) -> Iterator[None]:
-        """Let the model have the weights in common with other groups inside this context. Collective.
-
-        An error may be this rank's alone: then no other one is waited for.
-        """
-        centre, shares = self.executor.centre, self.executor.shares
-        if centre is None:
-            yield
-            return
-        with centre.in_place():
-            if shares is not None:
-                shares.gather()
-            yield
-        if shares is not None:
-            shares.gather()
 
     def infer(
         self,
@@ -534,7 +521,7 @@ class Worker:
 
     def gathered(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors of the whole model's present state on rank 0 (`whole_state.gather`). Collective."""
-        with self.with_centre():
+        with with_centre(self.executor):
             yield from self._gathered(keys)
 
     def _gathered(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

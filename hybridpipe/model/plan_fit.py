@@ -42,17 +42,6 @@ def check_backward(plan: Plan, told: str) -> None:
         raise ValueError(f"{told}: only one rank and one microbatch a minibatch train it right")
 
 
-def check_no_sync_norm(name: str, layer: nn.Module, why: str) -> None:
-    """Raise ValueError if a layer holds a SyncBatchNorm; `why` says which plan replicates it."""
-    for path, module in layer.named_modules(prefix=name):
-        if isinstance(module, nn.SyncBatchNorm):
-            raise ValueError(
-                f"layer {path} is a SyncBatchNorm, which synchronises under torch.distributed only, and plan "
-                f"{why}: use BatchNorm, whose running statistics replicas average, or GroupNorm, or "
-                "a plan with one replica there"
-            )
-
-
 def check_shared(model: nn.Module, plan: Plan, stages_of: Mapping[str, Sequence[int]]) -> None:
     """Check that tensors in several stages may be there.
 

@@ -19,7 +19,7 @@ from hybridpipe.model.explanation import (
     forbidden_cuts,
     input_names,
 )
-from hybridpipe.model.plan_fit import check_no_sync_norm, check_num_layers, check_shared, check_writes
+from hybridpipe.model.plan_fit import check_num_layers, check_shared, check_writes
 from hybridpipe.model.recording.events import Diverged, Event, Unsplittable, call_arguments
 from hybridpipe.model.recording.record import Record
 from hybridpipe.model.recording.records import MOST_SHAPES, Records
@@ -139,17 +139,10 @@ class RecordedModel:
         """Check that a plan fits the layers.
 
         Raises:
-            ValueError: the number of layers differs, a replicated stage holds a SyncBatchNorm, or stages
-                share a tensor that must stay in one of them.
+            ValueError: the number of layers differs, or stages share a tensor that must stay in one of them.
         """
         check_num_layers(plan, self.num_layers, self.why_whole)
         check_writes(plan, self.record.writes)
-        for s, stage in enumerate(plan.stages):
-            for leaf_modules, _ in self.held[stage.start : stage.stop] if stage.replicas > 1 else ():
-                for path in leaf_modules:
-                    check_no_sync_norm(
-                        path, self.model.get_submodule(path), f"{plan.name} replicates stage {s}"
-                    )
         check_shared(self.model, plan, self.holders(plan))
 
     def calls_whole(self, path: str) -> bool:

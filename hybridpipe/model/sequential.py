@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from hybridpipe.model.plan_fit import check_no_sync_norm, check_num_layers, check_shared, uses_of
+from hybridpipe.model.plan_fit import check_num_layers, check_shared, uses_of
 from hybridpipe.model.precision import FP32, Precision
 from hybridpipe.model.stage_module import StageModule, calls_children
 from hybridpipe.planning.plan import Plan
@@ -96,12 +96,8 @@ def check_plan(model: nn.Module, plan: Plan, why_whole: str = "") -> None:
         why_whole: the reason why the model is one layer.
 
     Raises:
-        ValueError: the number of layers differs, a replicated stage holds a SyncBatchNorm, or stages share a
-            tensor that must stay in one of them.
+        ValueError: the number of layers differs, or stages share a tensor that must stay in one of them.
     """
     layers = _layers_of(model)
     check_num_layers(plan, len(layers), why_whole)
-    for s, stage in enumerate(plan.stages):
-        for name in list(layers)[stage.start : stage.stop] if stage.replicas > 1 else ():
-            check_no_sync_norm(name, layers[name], f"{plan.name} replicates stage {s}")
     check_shared(model, plan, holders(model, plan))

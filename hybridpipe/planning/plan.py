@@ -20,7 +20,7 @@ from hybridpipe.planning.checks import (
     plain,
     positive_int,
 )
-from hybridpipe.planning.plan_checks import SPLIT_OPTIONS, check_plan, check_zero
+from hybridpipe.planning.plan_checks import SPLIT_OPTIONS, check_plan, check_sync_batchnorm, check_zero
 from hybridpipe.planning.schedules.registry import DEFAULT, SCHEDULES, TRAITS, Placement, ScheduleTraits
 
 PLAN_FORMAT = "hybridpipe-plan/1"
@@ -64,11 +64,14 @@ class StageSpec:
         scatter: under `zero` gradients are reduced by a reduce-scatter; False: by an all-reduce.
         experts: each replica holds its share of the experts of every mixture in the stage, and replicas
             exchange tokens (GShard, Lepikhin et al., ICLR 2021, section 3). Without meaning for one replica.
+        sync_batchnorm: neighbouring replicas whose microbatches its BatchNorm layers normalise together; the
+            training's option of that name says it.
         tensor: ranks of a replica, its shards. Each holds a part of the weights that the model's tensor plan
             names, and they sum what the parts make (Megatron-LM, Shoeybi et al. 2019, section 3).
 
     Raises:
-        ValueError: the stage is empty, `ranks` does not name as many ranks, or `zero` is none of these.
+        ValueError: the stage is empty, `ranks` does not name as many ranks, `zero` is none of these, or
+            `sync_batchnorm` does not divide the replicas.
     """
 
     start: int
@@ -80,10 +83,11 @@ class StageSpec:
     scatter: bool = False
     experts: bool = False
     tensor: int = 1
+    sync_batchnorm: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(map(plain, self.ranks)))
-        for name in ("start", "stop", "replicas", "zero", "tensor"):
+        for name in ("start", "stop", "replicas", "zero", "tensor", "sync_batchnorm"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         non_negative_int("start", self.start)
         for name in ("replicas", "tensor"):
@@ -101,6 +105,7 @@ class StageSpec:
         for rank in self.ranks:
             non_negative_int("ranks", rank)
         check_zero(self.zero)
+        check_sync_batchnorm(self.sync_batchnorm, self.replicas)
 
     @property
     def num_ranks(self) -> int:
@@ -432,9 +437,16 @@ class Plan:
         return self.zero_of(stage) > 0 and self.stages[stage].scatter
 
     def splits_experts(self, stage: int) -> bool:
-        """True if a stage's replicas hold shares of its experts, and so run every pass together."""
+        """True if a stage's replicas hold shares of its experts."""
         spec = self.stages[stage]
         return spec.experts and spec.replicas > 1
+
+    def together(self, stage: int) -> int:
+        """Return how many neighbouring replicas of a stage run every pass together: 1 where each runs alone.
+
+        They exchange in it: tokens of experts, or sums of BatchNorm layers.
+        """
+        return self.replicas[stage] if self.splits_experts(stage) else self.stages[stage].sync_batchnorm
 
     def splits(self, stage: int) -> bool:
         """True if ranks of a stage hold parts of its parameters."""

@@ -26,6 +26,13 @@ def check_zero(zero: int) -> None:
     one_of("zero", zero, ZERO)
 
 
+def check_sync_batchnorm(together: int, replicas: int) -> None:
+    """Raises ValueError unless the replicas are a multiple of those that normalise together."""
+    positive_int("sync_batchnorm", together)
+    if replicas % together:
+        raise ValueError(f"sync_batchnorm must divide replicas = {replicas}, got {together}")
+
+
 def check_prediction(prediction: str, vertical_sync: bool) -> None:
     """Raises ValueError unless `prediction` is one of PREDICTIONS, and goes with `vertical_sync`."""
     one_of("prediction", prediction, PREDICTIONS)
@@ -60,7 +67,7 @@ def check_plan(plan: "Plan") -> None:
     """Raises ValueError for options that the schedule cannot take, or that contradict each other."""
     _check_schedule(plan)
     _check_zero(plan)
-    _check_experts(plan)
+    _check_together(plan)
     _check_tensor(plan)
 
 
@@ -145,22 +152,36 @@ def _check_zero(plan: "Plan") -> None:
                 )
 
 
-def _check_experts(plan: "Plan") -> None:
-    """Raises ValueError for split experts where replicas could not run every pass together."""
-    for s in filter(plan.splits_experts, range(plan.num_stages)):
-        where = f"stages[{s}].experts must be false"
-        if not plan.traits.takes_experts:
-            takers = (name for name, each in TRAITS.items() if each.takes_experts)
-            raise ValueError(f"{where} under {plan.schedule}, got true: they go with {', '.join(takers)}")
-        if plan.zero_of(s) == 2:
-            raise ValueError(f"{where} where zero is 2, got true: set zero = 1")
-        if plan.stages[s].tensor > 1:
-            raise ValueError(f"{where} where tensor is {plan.stages[s].tensor}, got true")
-        if plan.max_in_flight is not None:
-            raise ValueError(
-                f"max_in_flight must not be given where stages split experts, got {plan.max_in_flight}: "
-                "replicas wait for each other in each pass, so they must have enough in flight"
-            )
+def _check_together(plan: "Plan") -> None:
+    """Raises ValueError for an exchange in every pass where replicas could not run all of them together."""
+    for s in range(plan.num_stages):
+        if plan.together(s) > 1:
+            _check_passes(plan, s)
+
+
+def _check_passes(plan: "Plan", s: int) -> None:
+    """Raises ValueError unless a stage whose replicas exchange in every pass can run them together."""
+    spec = plan.stages[s]
+    is_split = plan.splits_experts(s)
+    where, got = (
+        ("experts must be false", "true") if is_split else ("sync_batchnorm must be 1", spec.sync_batchnorm)
+    )
+    where = f"stages[{s}].{where}"
+    if not plan.traits.runs_together:
+        takers = ", ".join(name for name, each in TRAITS.items() if each.runs_together)
+        raise ValueError(f"{where} under {plan.schedule}, got {got}: it goes with {takers}")
+    if plan.zero_of(s) == 2:
+        raise ValueError(f"{where} where zero is 2, got {got}: set zero = 1")
+    if spec.tensor > 1:
+        raise ValueError(f"{where} where tensor is {spec.tensor}, got {got}")
+    if is_split and spec.sync_batchnorm > 1:
+        raise ValueError(f"{where} where sync_batchnorm is {spec.sync_batchnorm}, got {got}")
+    if plan.max_in_flight is not None:
+        what = "split experts" if is_split else "synchronise BatchNorm"
+        raise ValueError(
+            f"max_in_flight must not be given where stages {what}, got {plan.max_in_flight}: "
+            "replicas wait for each other in each pass, so they must have enough in flight"
+        )
 
 
 def _check_tensor(plan: "Plan") -> None:

@@ -155,7 +155,7 @@ class PlanRequest:
 
     def ways(self, has_experts: bool) -> tuple[Variant, ...]:
         """Return `variants`, and where the model has experts those in which replicas share them."""
-        if not has_experts or not self.traits.takes_experts or self.max_in_flight is not None:
+        if not has_experts or not self.traits.runs_together or self.max_in_flight is not None:
             return self.variants
         sharing = (each._replace(experts=True) for each in self.variants if each.zero < 2)
         return *self.variants, *sharing

@@ -20,6 +20,7 @@ from hybridpipe.stage.experts import called_in_order, split_experts_in
 from hybridpipe.stage.losses import MicrobatchLoss, computed
 from hybridpipe.stage.recompute import ChangingBuffers, copied, without_graph
 from hybridpipe.stage.split_backward import WeightHalf
+from hybridpipe.stage.sync_batchnorm import ReplicaSums, SyncBatchNorms
 from hybridpipe.stage.weights import (
     Substitution,
     Weights,
@@ -82,6 +83,7 @@ class Stage:
             (`hybridpipe.stage.wgrad`). Not allowed where microbatches use different weights.
         check_loss: refuse a loss that uses parameters from outside the stage. Set it to False for copied
             layers, since the loss may use the model's own.
+        sums: among the replicas whose microbatches BatchNorm layers normalise together; None: each alone.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Stage:
         recompute: bool = False,
         batches_wgrad: bool = False,
         check_loss: bool = True,
+        sums: ReplicaSums | None = None,
     ) -> None:
         self.layers, self.module = layers, layers.move(device)
         self.device, self.seed = device, seed
@@ -110,21 +113,30 @@ class Stage:
         self.can_batch_wgrad = not self._wgrad.is_empty  # a layer is large enough for batching to pay
         self._deferring = Deferring(self.module) if split_backward else self._wgrad.deferring
         self.experts = split_experts_in(self.module)
+        self._norms = None if sums is None else SyncBatchNorms(self.module, sums)
         self._weights_checked, self._loss_checked = False, not check_loss
         self.renew()
 
-    def begin(self) -> None:
-        """Adopt the parameters' present values; call it before each run."""
+    def begin(self, num_microbatches: int) -> None:
+        """Adopt the parameters' present values; call it before each run.
+
+        Args:
+            num_microbatches: of the run, over all replicas.
+        """
         if self._copies is not None:
             self._copies.begin()
+        if self._norms is not None:
+            self._norms.begin(num_microbatches)
 
     def copy_weights(self) -> list[Tensor]:
         """Copy the present weights, as an update's first forward does; return what layers are called with.
 
         The list is empty where they are called with their own parameters.
         """
-        self.begin()
-        weights = [] if self._copies is None else self._copies.current()
+        if self._copies is None:
+            return []
+        self._copies.begin()
+        weights = self._copies.current()
         return [tensor for layer in weights for tensor in layer.values()]
 
     def renew(self) -> None:
@@ -134,6 +146,8 @@ class Stage:
         self._buffers = ChangingBuffers(self.module)
         self._loss_draws_from_python = self.loss is not None and may_draw_from_python(self.loss)
         self.layers.renew()
+        if self._norms is not None:
+            self._norms.renew()
 
     @property
     def draws_from_python(self) -> bool:
@@ -157,8 +171,9 @@ class Stage:
 
     @property
     def bytes_exchanged(self) -> int:
-        """Bytes of tokens sent to experts of other replicas so far, and of what is sent back."""
-        return self.experts[0].exchange.bytes_sent if self.experts else 0
+        """Bytes sent in passes together with other replicas so far: tokens of experts, sums of BatchNorm."""
+        of_norms = 0 if self._norms is None else self._norms.bytes_sent
+        return self.experts[0].exchange.bytes_sent if self.experts else of_norms
 
     @property
     def not_split(self) -> list[str]:
@@ -234,11 +249,17 @@ class Stage:
         return loss
 
     def join_forward(self, slot: int) -> None:
-        """Run the stage's experts in the forward of other replicas, without a microbatch."""
+        """Take part in the forward of other replicas, without a microbatch."""
+        if self._norms is not None:
+            self._norms.join()
+            return
         self._forward(_Call(slot, slot, 0, None, None, None, joins=True))
 
     def join_backward(self, slot: int) -> None:
         """Run the backward of `join_forward`, both halves of it."""
+        if self._norms is not None:
+            self._norms.join()
+            return
         _, later = self._backward(slot, ())
         if isinstance(later, WeightHalf):
             self._finish(later)
@@ -353,7 +374,8 @@ class Stage:
             for output, gradient in zip(tensors, gradients or [None] * len(tensors), strict=True)
             if output.requires_grad and (behind_loss or gradient is not None)
         ]
-        with nullcontext() if later is None else later.collected(is_final):
+        normalising = nullcontext() if self._norms is None else self._norms.backward(call.microbatch)
+        with nullcontext() if later is None else later.collected(is_final), normalising:
             if roots:
                 ends, of_ends = zip(*roots, strict=True)
                 with self._collecting(call):
@@ -373,7 +395,9 @@ class Stage:
             later = WeightHalf(trained_parameters(self.module) if call.weights is None else call.weights)
         elif self.batches_wgrad and self.can_batch_wgrad:
             later = MicrobatchRows(self._wgrad)
-        outputs, loss = self._holding(call.weights, later, lambda: self._run(call), buffers)
+        again = buffers is not None
+        with nullcontext() if self._norms is None else self._norms.forward(call.microbatch, again):
+            outputs, loss = self._holding(call.weights, later, lambda: self._run(call), buffers)
         if call.weights is not None and not self._weights_checked:
             check_no_other_weights(outputs, self.layers)
             self._weights_checked = True

@@ -33,7 +33,7 @@ class Replica(NamedTuple):
 
 
 def agreed(
-    names: Iterable[str], replicas: Sequence[Replica], agreed_before: Mapping[str, int]
+    names: Iterable[str], replicas: Sequence[Replica], agreed_before: Mapping[str, int], together: int = 1
 ) -> dict[str, Tensor]:
     """Return the average over replicas of the statistics of these names that all replicas have.
 
@@ -43,6 +43,7 @@ def agreed(
     Args:
         agreed_before: the numbers of batches at the last averaging, by name. Older checkpoints lack them; the
             first replica's number is taken then.
+        together: replicas that count the same batches, since they normalise them together.
     """
     first = replicas[0].tensors
     total = sum(replica.num_samples for replica in replicas)
@@ -54,7 +55,7 @@ def agreed(
         if name in agreed_before:
             before = agreed_before[name]
             more = sum(int(replica.tensors[name]) - before for replica in replicas)
-            result[name] = torch.full_like(own, before + more)
+            result[name] = torch.full_like(own, before + more // together)
         elif total and name.rpartition(".")[2] in AVERAGED:
             shift = torch.zeros_like(own, dtype=torch.float64)
             for replica in replicas:
@@ -67,13 +68,17 @@ class RunningStatistics:
     """The running statistics of the stages that a rank holds.
 
     Args:
+        stages: the modules of each stage.
+        together: of each stage, replicas that count the same batches (`agreed`).
+
+    Attributes:
         num_samples: number of samples that each stage has trained on since the last averaging; the executor
             counts them.
         num_batches: each stage's numbers of batches at the last averaging, by path.
     """
 
-    def __init__(self, stages: Iterable[nn.Module]) -> None:
-        self._stages = list(stages)
+    def __init__(self, stages: Sequence[nn.Module], together: Sequence[int]) -> None:
+        self._stages, self._together = stages, together
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -92,9 +97,9 @@ class RunningStatistics:
         total = int(sum_all(torch.tensor(self.num_samples)))
         if not total:
             return
-        for stage, before in zip(self._stages, self.num_batches, strict=True):
+        for stage, before, together in zip(self._stages, self.num_batches, self._together, strict=True):
             for path, buffer in _once(statistics(stage, COUNTED)).items():
-                buffer.fill_(before[path] + int(sum_all(buffer.cpu() - before[path])))
+                buffer.fill_(before[path] + int(sum_all(buffer.cpu() - before[path])) // together)
             for buffer in _once(statistics(stage, AVERAGED)).values():
                 own = buffer.detach().to("cpu", torch.float64)
                 first = from_first(own)

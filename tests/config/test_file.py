@@ -163,7 +163,7 @@ BAD = [
     ("train.shuffle=1", "train.shuffle: must be a valid boolean, got 1"),
     (
         "train.epoch=2",
-        "train.epoch: unknown field (did you mean 'epochs'? allowed: clip_grad_norm, scale_learning_rate, ",
+        "train.epoch: unknown field (did you mean 'epochs'?",
     ),
     ("train.target_accuracy=88", "train.target_accuracy: must be <= 1, got 88"),
     ("train.target_loss=0", "train.target_loss: must be a finite number > 0, got 0"),

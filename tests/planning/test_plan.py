@@ -174,7 +174,7 @@ def splitting(replicas, num_microbatches, schedule="1f1b", **options) -> Plan:
         ),
         (
             lambda: splitting([1, 2], 1, "pipedream"),
-            "stages[1].experts must be false under pipedream, got true: they go with 1f1b, gpipe, ",
+            "stages[1].experts must be false under pipedream, got true: it goes with 1f1b, gpipe, ",
         ),
         (lambda: splitting([2], 4, "pipedream-2bw"), "stages[0].experts must be false under pipedream-2bw"),
         (

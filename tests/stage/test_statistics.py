@@ -19,7 +19,7 @@ def net(**options) -> nn.Sequential:
 def trained(sizes: list[int], **options) -> tuple[nn.Sequential, RunningStatistics]:
     """Make a replica that has trained on microbatches of these sizes."""
     module = net(**options)
-    counted = RunningStatistics([module])
+    counted = RunningStatistics([module], [1])
     generator = torch.Generator().manual_seed(sum(sizes))
     for size in sizes:
         module[1](torch.randn(size, 4, dtype=torch.float64, generator=generator))
@@ -47,6 +47,18 @@ def agree(replicas: list[tuple[nn.Sequential, RunningStatistics]]) -> None:
 
     with ThreadPoolExecutor(len(replicas)) as pool:
         list(pool.map(run, range(len(replicas))))
+
+
+def test_batches_that_replicas_normalise_together_count_once():
+    """Two pairs, of which one has seen two batches and the other one."""
+    replicas = [trained(own) for own in ([4, 4], [4, 4], [4], [4])]
+    for _, counted in replicas:
+        counted._together = [2]
+    each = [Replica({**statistics(module)}, counted.num_samples) for module, counted in replicas]
+    name = "1.num_batches_tracked"
+    assert agreed([name], each, {name: 0}, together=2)[name] == 3
+    agree(replicas)
+    assert [int(module[1].num_batches_tracked) for module, _ in replicas] == [3] * 4
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=["momentum", "cumulative"])

@@ -220,21 +220,15 @@ def test_a_layer_that_cannot_be_copied_needs_a_plan(make, layer):
 
 
 @pytest.mark.parametrize(
-    "stages, is_refused",
-    [((StageSpec(0, 1, 2), StageSpec(1, 3)), True), ((StageSpec(0, 1), StageSpec(1, 3, 2)), False)],
+    "norm, options",
+    [(nn.SyncBatchNorm, {}), (nn.BatchNorm1d, {"sync_batchnorm": 2})],
 )
-def test_a_synchronised_norm_in_a_replicated_stage_is_refused(stages, is_refused):
-    """It synchronises under torch.distributed only, and trained as a BatchNorm without a word."""
-    from hybridpipe.model.sequential import check_plan
-
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.SyncBatchNorm(6)), nn.Tanh(), nn.Linear(6, 3))
-    if is_refused:
-        with pytest.raises(
-            ValueError, match=r"layer 0.1 is a SyncBatchNorm, .* and plan 2-1 replicates stage 0"
-        ):
-            check_plan(model, Plan(stages))
-    else:
-        check_plan(model, Plan(stages))
+def test_norms_of_several_replicas_are_refused_where_they_cannot_run_together(make, norm, options):
+    """A SyncBatchNorm once trained as a BatchNorm without a word."""
+    model = nn.Sequential(nn.Linear(4, 6), norm(6), nn.Linear(6, 3))
+    plan = Plan((StageSpec(0, 3, 2),), "pipedream")
+    with pytest.raises(ValueError, match=r"^stages\[0\].sync_batchnorm must be 1 under pipedream, got 2: "):
+        make(model, plan=plan, **options)
 
 
 def test_a_script_that_srun_starts_without_pmix_says_that_each_rank_trains_alone(make, monkeypatch, capsys):

@@ -164,15 +164,14 @@ def _let_pass(plan: Plan, wanted: Sequence[int]) -> Iterator[int]:
 
     With h in flight on each of r replicas, a stage forwards microbatch m before it has the gradient of
     m - (h - 1) r, and after that of m - h r. It must therefore hold no more than every stage before it lets
-    pass, or nothing would advance. Where replicas reduce after each backward, a gradient counts only once its
-    round is complete, with up to r - 1 later ones. Where they split experts, so does a forward; the stages
-    before must then let a whole round pass, whatever is wanted.
+    pass, or nothing would advance. Where g neighbours end their backwards together, a gradient counts only
+    with up to g - 1 later ones. Where k run every pass together, so does a forward; the stages before must
+    then let as many pass, whatever is wanted.
     """
     room = UNLIMITED
     for s, (count, least, replicas) in enumerate(zip(wanted, _least(plan), plan.replicas, strict=True)):
-        together = plan.splits_experts(s)
-        held = max(least, min(count, (room + 1) // replicas if together else 1 + room // replicas))
-        room = min(room, (held - 1) * replicas if _ends_rounds(plan, s) else held * replicas - 1)
+        held = max(least, min(count, 1 + (room + 1 - plan.together(s)) // replicas))
+        room = min(room, held * replicas - _ending_together(plan, s))
         yield held
 
 
@@ -181,16 +180,15 @@ def _least(plan: Plan) -> Sequence[int]:
     counts: list[int] = []
     room = 0  # microbatches that must pass, beside the one that a stage behind forwards
     for s, replicas in reversed([*enumerate(plan.replicas)]):
-        rounds = _ends_rounds(plan, s)
-        counts.append(1 + ceil_div(room, replicas) if rounds else ceil_div(room + 1, replicas))
-        together = plan.splits_experts(s)
-        room = max(room, counts[-1] * replicas - 1 if together else (counts[-1] - 1) * replicas)
+        counts.append(ceil_div(room + _ending_together(plan, s), replicas))
+        room = max(room, (counts[-1] - 1) * replicas + plan.together(s) - 1)
     return counts[::-1]
 
 
-def _ends_rounds(plan: Plan, stage: int) -> bool:
-    """Return True if a stage's replicas complete their backwards together."""
-    return plan.traits.whole_minibatch or plan.zero_of(stage) == 2 or plan.splits_experts(stage)
+def _ending_together(plan: Plan, stage: int) -> int:
+    """Return how many neighbouring replicas of a stage complete their backwards together."""
+    whole = plan.traits.whole_minibatch or plan.zero_of(stage) == 2
+    return plan.replicas[stage] if whole else plan.together(stage)
 
 
 def gpipe(microbatches: Sequence[int]) -> Iterator[Instruction]:
@@ -442,9 +440,9 @@ GENERATORS: dict[str, Callable[[_GeneratorInput], Iterator[Instruction]]] = {
 
 
 def _with_joins(plan: Plan, place: Place, count: int) -> int:
-    """Return the microbatches of as many full rounds of a stage's replicas, if they run together."""
-    replicas = plan.replicas[place.stage]
-    return ceil_div(count, replicas) * replicas if plan.splits_experts(place.stage) else count
+    """Return the microbatches that fill the last pass of replicas that run together."""
+    together = plan.together(place.stage)
+    return ceil_div(count, together) * together
 
 
 def _computing(plan: Plan, count: int) -> Callable[[Place], Iterator[Instruction]]:
@@ -453,7 +451,7 @@ def _computing(plan: Plan, count: int) -> Callable[[Place], Iterator[Instruction
 
     def of_rank(place: Place) -> Iterator[Instruction]:
         computing = GENERATORS[plan.schedule](_GeneratorInput(plan, place, count, in_flight))
-        if plan.splits_experts(place.stage):
+        if plan.together(place.stage) > 1:
             computing = add_joins(computing, count)
         zero, rounds = plan.zero_of(place.stage), ceil_div(count, plan.replicas[place.stage])
         return add_sharding(computing, zero, plan.scatters(place.stage), rounds) if zero else computing

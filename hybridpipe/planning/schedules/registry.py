@@ -53,8 +53,8 @@ class ScheduleTraits(NamedTuple):
         return self.splits_backward and not self.interleaves
 
     @property
-    def takes_experts(self) -> bool:
-        """True if the replicas of a stage may run every pass together, to exchange tokens of experts."""
+    def runs_together(self) -> bool:
+        """True if the replicas of a stage may run every pass together, to exchange in it."""
         return not self.is_asynchronous and not self.interleaves
 
     @property

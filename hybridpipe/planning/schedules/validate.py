@@ -62,7 +62,13 @@ OnMicrobatch = (
 )
 FROM_BEHIND = (ReceiveGradient, SendActivation)  # they need a stage behind; these one before:
 FROM_BEFORE = (ReceiveActivation, SendGradient)
-EXCHANGING = (Forward, Backward, BackwardInput, JoinForward, JoinBackward)  # passes with tokens of experts
+EXCHANGING = (
+    Forward,
+    Backward,
+    BackwardInput,
+    JoinForward,
+    JoinBackward,
+)  # passes in which replicas may exchange
 
 
 MOST_INSTRUCTIONS = 2**13  # of a plan's check, which takes 0.1 s
@@ -133,16 +139,16 @@ def _check_shards(plan: Plan, programs: Mapping[int, Program]) -> None:
 
 
 def _check_together(plan: Plan, programs: Mapping[int, Program]) -> None:
-    """Raise InvalidProgram unless replicas that split experts have the same passes in the same order."""
-    for s in filter(plan.splits_experts, range(plan.num_stages)):
-        first, *others = plan.stages[s].ranks
-        for rank in others:
+    """Raise InvalidProgram unless replicas that run together have the same passes in the same order."""
+    for s, stage in enumerate(plan.stages):
+        for index, rank in enumerate(stage.ranks):
+            first = stage.ranks[index - index % plan.together(s)]
             each = (_passes(programs[member], plan.replicas[s]) for member in (first, rank))
-            for one, other in zip_longest(*each):
+            for one, other in zip_longest(*each) if rank != first else ():
                 if one != other:
                     raise InvalidProgram(
                         f"rank {rank} (stage {s}): its passes must be those of rank {first}, with which it "
-                        f"splits experts: {_words(other)} stands where {_words(one)} should"
+                        f"runs together: {_words(other)} stands where {_words(one)} should"
                     )
 
 
@@ -150,7 +156,7 @@ _Pass = tuple[str, int]
 
 
 def _passes(program: Program, replicas: int) -> Iterator[_Pass]:
-    """Yield the passes in which experts exchange tokens, each with its round."""
+    """Yield the passes in which replicas may exchange, each with its round."""
     for each in program:
         if isinstance(each, EXCHANGING):
             is_forward = isinstance(each, Forward | JoinForward)
@@ -263,7 +269,7 @@ class _RankCheck:
     # Microbatches
 
     def join(self, instruction: JoinForward | JoinBackward) -> None:
-        if not self.plan.splits_experts(self.place.stage):
+        if self.plan.together(self.place.stage) == 1:
             self.fail("the stage's replicas do not run together")
         if instruction.chunk >= len(self.stages):
             self.fail(f"the rank holds {len(self.stages)} stages")
@@ -393,13 +399,13 @@ _Happening = tuple[str | int, ...]
 def _check_progress(plan: Plan, programs: Mapping[int, Program], synchronous: bool) -> None:
     """Run all programs without times, each as far as it gets. Raises InvalidProgram on deadlock."""
     position = dict.fromkeys(programs, 0)
-    num_joined = dict.fromkeys(programs, 0)
+    num_joined: Counter[_Happening] = Counter()
     entered: Counter[_Happening] = Counter()
     happened: set[_Happening] = set()
     waiting: defaultdict[_Happening, list[int]] = defaultdict(list)
     ready = deque(programs)
     stages = {rank: plan.held_stages(Place(s, 0)) for s, rank in _first_stages(plan)}
-    together = {rank for rank in programs if plan.splits_experts(stages[rank][0])}
+    neighbours = {rank: _neighbours(plan, rank) for rank in programs}
 
     def happen(what: _Happening) -> None:
         happened.add(what)
@@ -407,15 +413,19 @@ def _check_progress(plan: Plan, programs: Mapping[int, Program], synchronous: bo
 
     def arrive(rank: int, instruction: Instruction) -> _Happening | None:
         """Note what the instruction makes happen; return the happening that the rank waits for."""
-        exchanges = rank in together and isinstance(instruction, EXCHANGING)
+        stage, exchanges = stages[rank][0], isinstance(instruction, EXCHANGING)
+        size = plan.together(stage) if exchanges else plan.replicas[stage]
         match instruction:
-            case _ if exchanges or isinstance(instruction, AllReduce | ReduceScatter | AllGather):
-                group, number = stages[rank][0], num_joined[rank]
-                num_joined[rank] += 1
-                entered[group, number] += 1
-                if entered[group, number] == plan.replicas[group]:
-                    happen(("joined", group, number))
-                return "joined", group, number
+            case _ if size > 1 and isinstance(
+                instruction, (*EXCHANGING, AllReduce, ReduceScatter, AllGather)
+            ):
+                group = neighbours[rank] if exchanges else (stage,)
+                num_joined[rank, *group] += 1
+                joined = "joined", *group, num_joined[rank, *group]
+                entered[joined] += 1
+                if entered[joined] == size:
+                    happen(joined)
+                return joined
             case SendActivation(m, chunk) | SendGradient(m, chunk):
                 behind = stages[rank][chunk] + isinstance(instruction, SendActivation)
                 happen((instruction.symbol[1], m, behind))
@@ -445,6 +455,13 @@ def _check_progress(plan: Plan, programs: Mapping[int, Program], synchronous: bo
                 for rank in stuck
             )
         )
+
+
+def _neighbours(plan: Plan, rank: int) -> _Happening:
+    """Return the stage of a rank, and its group among the replicas that run every pass together."""
+    place = plan.place(rank)
+    assert place is not None
+    return place.stage, place.replica // plan.together(place.stage)
 
 
 def _first_stages(plan: Plan) -> list[tuple[int, int]]:

@@ -192,7 +192,7 @@ class Simulation:
 
     def join(self, rank: Rank, instruction: JoinForward | JoinBackward) -> bool:
         """Compute the tokens of other replicas in a pass for which the rank has no microbatch."""
-        seconds = rank.join_seconds[instruction.chunk, type(instruction)]
+        seconds = rank.join_seconds.get((instruction.chunk, type(instruction)), 0.0)
         return self.compute(rank, seconds, self.finish, rank)
 
     def backward_weight(self, rank: Rank, instruction: BackwardWeight) -> bool:

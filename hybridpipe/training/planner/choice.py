@@ -96,6 +96,7 @@ def choose_on_rank_0(
     cluster: Cluster,
     num_microbatches: int,
     request: PlanRequest,
+    check: Callable[[Plan], object] = str,
 ) -> Choice:
     """Choose or predict a plan; every rank returns the same choice. Collective over `world`.
 
@@ -104,6 +105,7 @@ def choose_on_rank_0(
         profile, cluster: the model and the machines; rank 0's are used.
         num_microbatches: microbatches of a minibatch, at the profile's microbatch size.
         request: requirements for a searched plan.
+        check: raises ValueError for a plan that the model forbids.
 
     Raises:
         ValueError: no plan fits, or the given one cannot be predicted; raised on every rank.
@@ -115,7 +117,7 @@ def choose_on_rank_0(
                 predicted = replace(plan, predicted=predict(plan, profile, cluster)[1])
                 choice = Choice(predicted, (), profile, cluster)
             else:
-                choice = choose(plan, profile, cluster, num_microbatches, request)
+                choice = choose(plan, profile, cluster, num_microbatches, request, check)
         except ValueError as error:  # raised on every rank below, so that none waits
             choice = error
     with rank_status.waiting("rank 0's choice of a plan", (0,)):
@@ -132,6 +134,7 @@ def choose(
     cluster: Cluster,
     num_microbatches: int,
     request: PlanRequest = DEFAULT_REQUEST,
+    check: Callable[[Plan], object] = str,
 ) -> Choice:
     """Choose a plan by name.
 
@@ -141,16 +144,19 @@ def choose(
 
     Args:
         num_microbatches: microbatches of a minibatch, at the profile's microbatch size.
+        check: raises ValueError for a plan that the model forbids.
 
     Raises:
-        ValueError: the name is unknown, or the schedule contradicts the request.
+        ValueError: the name is unknown, the model forbids all plans that were found, or the schedule
+            contradicts the request.
         NoPlanFits: no plan fits into memory.
     """
     if name not in SOURCES:
         raise ValueError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {name!r}")
     candidates = tuple(search_sizes(profile, cluster, profile.samples * num_microbatches, request))
-    best = candidates[0]
     if name == AUTO:
+        candidates = _allowed(candidates, check)
+        best = candidates[0]
         return Choice(best.plan, candidates, profile.scaled_to(best.samples), cluster)
     ranks, schedule = cluster.num_ranks, request.schedule
     if schedule != AUTO and TRAITS[schedule].whole_minibatch:  # the minibatch is one microbatch
@@ -172,3 +178,18 @@ def choose(
     if plan not in (candidate.plan for candidate in candidates):
         candidates = tuple(ranked([*candidates, Candidate(name, plan, profile.samples)]))
     return Choice(plan, candidates, profile, cluster)
+
+
+def _allowed(candidates: Sequence[Candidate], check: Callable[[Plan], object]) -> tuple[Candidate, ...]:
+    """Return the candidates that pass a check; the first one's ValueError if none does."""
+    allowed: list[Candidate] = []
+    errors: list[ValueError] = []
+    for each in candidates:
+        try:
+            check(each.plan)
+            allowed.append(each)
+        except ValueError as error:
+            errors.append(error)
+    if not allowed:
+        raise ValueError(f"no plan that was found can be trained, give a Plan: of the fastest, {errors[0]}")
+    return tuple(allowed)

@@ -34,6 +34,7 @@ from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.model.deferred_init.deferred import Numbers
 from hybridpipe.model.experts import Experts, experts_of, split_by
 from hybridpipe.model.layers import Layers, known_layers, layers_of
+from hybridpipe.model.sync_batchnorm import synchronised
 from hybridpipe.model.tensor_plan import SplitModule, called_whole, parts_by, split_modules_of
 from hybridpipe.notices import notices
 from hybridpipe.optim.update import UpdateRule
@@ -286,7 +287,7 @@ class Planner:
             plan, self.microbatch_size = self._group.everyone.bcast((plan, self.microbatch_size))
             if plan.is_asynchronous:
                 raise UserError(f"groups must have a synchronous schedule, got {plan.schedule}")
-        plan = self.with_sync(plan)
+        plan = synchronised(self.with_sync(plan), self.known_layers, self._rule.sync_batchnorm)
         if choice is not None:
             choice = replace(choice, plan=plan)
         self.known_layers.check_plan(plan)
@@ -350,6 +351,7 @@ class Planner:
         layers = self._layers_of(minibatch)
         if isinstance(self._given, Plan):
             layers.check_plan(self._given)
+            synchronised(self._given, layers, self._rule.sync_batchnorm)
             if not self._predicts:
                 return self._given, None
         choice = self._choice(layers, minibatch)
@@ -380,7 +382,10 @@ class Planner:
             del work  # with the copy of the model, whose memory the search counts as free
             cluster = replace(machines, memory_bytes=bytes_for_stages(self.memory))
             count = ceil_div(self._minibatch_size, self.microbatch_size)
-            choice = choose_on_rank_0(self._given, self._world, profile, cluster, count, self._request)
+            synced = partial(synchronised, layers=layers, together=self._rule.sync_batchnorm)
+            choice = choose_on_rank_0(
+                self._given, self._world, profile, cluster, count, self._request, synced
+            )
         except NoPlanFits as error:  # the same on every rank
             raise NoPlanFits(f"{error}\n{least_left(self.memory)}") from None
         except ValueError as error:  # this, too
@@ -398,6 +403,7 @@ class Planner:
         self._rule.check(plan)
         if self._layers is not None:
             self._layers.check_plan(plan)
+            synchronised(plan, self._layers, self._rule.sync_batchnorm)
         plan.check_world(self._world.size)
         return size
 

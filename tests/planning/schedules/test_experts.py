@@ -181,7 +181,7 @@ def test_a_join_has_the_number_that_its_replica_would_have_next(schedule, replic
 
 FOUR = plan([2], 4, "gpipe")
 THREE = plan([1, 2], 3)
-TOGETHER = "its passes must be those of rank {}, with which it splits experts: {} stands where {} should"
+TOGETHER = "its passes must be those of rank {}, with which it runs together: {} stands where {} should"
 
 
 def rejection(made: Plan, rank: int, good: str, bad: str) -> str:

@@ -65,3 +65,28 @@ def test_auto_chooses_the_size_of_the_microbatch(seconds_at_2, samples, replicas
     assert (choice.profile.samples, choice.plan.replicas) == (samples, replicas)
     assert choice.plan.num_microbatches == 32 // samples
     assert choose("dp", profile, cluster, 4).profile.samples == 8
+
+
+def only_pairs(plan) -> None:
+    """As `sync_batchnorm = 2` wants it of stages with BatchNorm."""
+    if any(replicas % 2 for replicas in plan.replicas):
+        raise ValueError(f"{plan.name} has no pairs")
+
+
+def test_auto_takes_the_fastest_plan_that_the_model_allows():
+    anyway = choose("auto", PROFILE, CLUSTER, 8)
+    checked = choose("auto", PROFILE, CLUSTER, 8, check=only_pairs)
+    allowed = [each for each in anyway.candidates if not any(count % 2 for count in each.plan.replicas)]
+    assert 0 < len(allowed) < len(anyway.candidates)
+    assert list(checked.candidates) == allowed and checked.plan == allowed[0].plan
+
+
+def test_if_the_model_allows_no_plan_that_was_found_the_first_reason_is_told():
+    def none(plan):
+        raise ValueError(f"{plan.name} has no pairs")
+
+    fastest = choose("auto", PROFILE, CLUSTER, 8).plan.name
+    with pytest.raises(ValueError) as raised:
+        choose("auto", PROFILE, CLUSTER, 8, check=none)
+    told = f"no plan that was found can be trained, give a Plan: of the fastest, {fastest} has no pairs"
+    assert str(raised.value) == told
