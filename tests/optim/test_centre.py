@@ -13,10 +13,10 @@ from hybridpipe.optim.centre import Centre
 class Sums:
     """Adds up what as many threads as there are groups give at once."""
 
-    ranks, bytes_sent = (0, 1), 0
+    ranks, bytes_sent, is_asked = (0, 1), 0, False
 
     def __init__(self, meeting: "Meeting", index: int) -> None:
-        self.meeting, self.index = meeting, index
+        self.meeting, self.index, self.count = meeting, index, len(meeting.given)
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         self.meeting.given[self.index] = tensor
@@ -134,7 +134,7 @@ def test_fragments_are_exchanged_in_turn():
     options, sent = GroupOptions(count=1, every=4, fragments=2, rule="average"), []
 
     class Alone:
-        ranks, bytes_sent = (0,), 0
+        ranks, count, bytes_sent, is_asked = (0,), 1, 0, False
 
         def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
             sent.append(tensor.tolist())
