@@ -3,8 +3,9 @@
 All ranks probe, rank 0 decides. Invariant: every rank gets the same plan, or raises the same error.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from hybridpipe.comm.status import rank_status
@@ -15,7 +16,7 @@ from hybridpipe.planning.cluster import Cluster
 from hybridpipe.planning.plan import Plan
 from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import AUTO, DEFAULT_REQUEST, PlanRequest
-from hybridpipe.planning.schedules.registry import TRAITS
+from hybridpipe.planning.schedules.registry import DEFAULT, TRAITS
 from hybridpipe.planning.search.search import (
     Candidate,
     NoPlanFits,
@@ -155,7 +156,13 @@ def choose(
         raise ValueError(f"plan must be a Plan, a path or one of {', '.join(SOURCES)}, got {name!r}")
     candidates = tuple(search_sizes(profile, cluster, profile.samples * num_microbatches, request))
     if name == AUTO:
-        candidates = _allowed(candidates, check)
+        schedule = DEFAULT if request.schedule == AUTO else request.schedule
+        fewer = (
+            data_parallel(profile, cluster, ranks, num_microbatches, schedule)
+            for ranks in range(cluster.num_ranks, 0, -1)
+        )
+        more = (Candidate("dp", request.applied_to(plan), profile.samples) for plan in fewer)
+        candidates = _allowed(candidates, more, check)
         best = candidates[0]
         return Choice(best.plan, candidates, profile.scaled_to(best.samples), cluster)
     ranks, schedule = cluster.num_ranks, request.schedule
@@ -180,16 +187,25 @@ def choose(
     return Choice(plan, candidates, profile, cluster)
 
 
-def _allowed(candidates: Sequence[Candidate], check: Callable[[Plan], object]) -> tuple[Candidate, ...]:
-    """Return the candidates that pass a check; the first one's ValueError if none does."""
-    allowed: list[Candidate] = []
+def _allowed(
+    candidates: Sequence[Candidate], more: Iterable[Candidate], check: Callable[[Plan], object]
+) -> tuple[Candidate, ...]:
+    """Return the candidates that pass a check; the first of `more` that does if none of them does.
+
+    Raises:
+        ValueError: that of the best candidate, if nothing passes.
+    """
     errors: list[ValueError] = []
-    for each in candidates:
+
+    def passes(each: Candidate) -> bool:
         try:
             check(each.plan)
-            allowed.append(each)
         except ValueError as error:
             errors.append(error)
+            return False
+        return True
+
+    allowed = tuple(filter(passes, candidates)) or tuple(islice(filter(passes, more), 1))
     if not allowed:
         raise ValueError(f"no plan that was found can be trained, give a Plan: of the fastest, {errors[0]}")
-    return tuple(allowed)
+    return allowed

@@ -81,6 +81,20 @@ def test_auto_takes_the_fastest_plan_that_the_model_allows():
     assert list(checked.candidates) == allowed and checked.plan == allowed[0].plan
 
 
+def test_if_none_of_them_is_allowed_replicas_on_fewer_ranks_are():
+    """Three ranks have no pairs in any plan that was found; two of them do."""
+    cluster = Cluster.flat(3, 1e9, 1e-5)
+
+    def one_stage_of_pairs(plan) -> None:
+        only_pairs(plan)
+        if plan.num_stages > 1:
+            raise ValueError(f"{plan.name} has a cut")
+
+    assert choose("auto", PROFILE, cluster, 8).plan.name != "2"
+    found = choose("auto", PROFILE, cluster, 8, check=one_stage_of_pairs)
+    assert found.plan.name == "2" and found.plan.predicted is not None
+
+
 def test_if_the_model_allows_no_plan_that_was_found_the_first_reason_is_told():
     def none(plan):
         raise ValueError(f"{plan.name} has no pairs")
