@@ -44,7 +44,7 @@ class EMA(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         """Follow the updates of this rank's optimizer; averages that nobody has kept up are dropped."""
-        if run.trainer.group.count > 1:
+        if run.num_groups > 1:
             raise UserError("EMA averages the weights of one group: leave groups out, or EMA")
         self._unhook()
         if run.optimizer is not None:

@@ -144,6 +144,15 @@ def verify(path: Path) -> Manifest:
     return manifest
 
 
+def is_good(path: Path) -> bool:
+    """Return True if all bytes of a checkpoint equal their hashes."""
+    try:
+        verify(path)
+    except UserError:
+        return False
+    return True
+
+
 def last_good(root: Path) -> tuple[Path | None, list[str]]:
     """Checkpoint to resume from: the latest if it verifies, else the next that does; None if none does.
 

@@ -158,8 +158,7 @@ def load_validated(worker: Worker, folder: Path) -> None:
     for tensor, values in _agreed(worker.control, read):
         overwrite(tensor, values)
     worker.executor.statistics.begin_anew()
-    if worker.executor.centre is not None:
-        worker.executor.centre.reset()
+    worker.reset_centre()
 
 
 def check_model(found: Found, model: nn.Module) -> None:
@@ -196,6 +195,7 @@ def load(worker: Worker, found: Found, allow_changed: bool = False) -> list[str]
     reading = _Reading(worker, found, allow_changed)
     state = _agreed(worker.control, reading.all)
     changed = [line for lines in worker.control.allgather(reading.changed) for line in lines]
+    state.joins = any(worker.group.everyone.allgather(state.joins))  # all begin with the centre, or none
     worker.load_state(state)
     return list(dict.fromkeys(changed))
 

@@ -301,6 +301,8 @@ def _launch(options: argparse.Namespace) -> int:
     ranks, slots = supervisor.places(options.ranks, options.hosts)
     if options.groups > 1:
         return _launch_groups(options, ranks, slots)
+    if options.min_groups:
+        raise UserError("launch: --min-groups goes with --groups")
     job = _of_command(options, ranks)
     return supervisor.supervise(
         replace(

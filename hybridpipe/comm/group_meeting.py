@@ -5,16 +5,18 @@ be restarting; the meeting knows when they are lost.
 """
 
 import atexit
+import contextlib
 import json
 import secrets
 import socket
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from hybridpipe.comm.frames import Frame, Kind, keep_alive, receive, send
 from hybridpipe.comm.mpi import MPI
-from hybridpipe.comm.status import Wait, rank_status
+from hybridpipe.comm.status import MEETING, Wait, rank_status
 from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.errors import UserError
 
@@ -103,7 +105,8 @@ class MeetingSums:
         """Tell the meeting that this rank's training has ended."""
         atexit.unregister(self.leave)
         if self._connection is not None:
-            self._send(Kind.BYE, 0, b"")
+            with contextlib.suppress(OSError):  # the meeting may have ended
+                send(self._connection, Frame(Kind.BYE, 0, b""))
             self._connection.close()
             self._connection = None
 
@@ -117,16 +120,19 @@ class MeetingSums:
         own = tensor.contiguous()
         self._send(Kind.MOVES, DTYPES.index(own.dtype), _content(own))
         self.bytes_sent += own.nbytes
-        return torch.frombuffer(self._answer().content, dtype=own.dtype)
+        content = self._answer().content
+        return torch.frombuffer(content, dtype=own.dtype) if content else own  # a rank may train nothing
 
     def _send(self, kind: Kind, number: int, content: bytes | memoryview) -> None:
         assert self._connection is not None
-        send(self._connection, Frame(kind, number, content))
+        with _refusing():
+            send(self._connection, Frame(kind, number, content))
 
     def _answer(self) -> Frame:
         assert self._connection is not None
         _note_progress()
-        frame = receive(self._connection, _note_progress)
+        with _refusing():
+            frame = receive(self._connection, _note_progress)
         rank_status.wait = None
         if frame.kind != Kind.CENTRE:
             count, asked = divmod(frame.number, 2)
@@ -134,8 +140,17 @@ class MeetingSums:
         return frame
 
 
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise UserError where the connection is lost."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"the groups' meeting, in hybridpipe launch, is lost: {error}") from None
+
+
 def _note_progress() -> None:
-    rank_status.wait = Wait("exchange between groups", ())
+    rank_status.wait = Wait(MEETING, ())
 
 
 def _content(tensor: Tensor) -> memoryview:

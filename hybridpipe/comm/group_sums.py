@@ -51,6 +51,9 @@ class GroupSums:
         """Refuse, as no group of a job comes later and asks."""
         raise AssertionError("groups of one job have begun with one centre")
 
+    def leave(self) -> None:
+        """Leave nobody: the groups of a job stay together."""
+
     def add_up(self, tensor: Tensor) -> Tensor:
         """Add the other groups' numbers to a tensor's. Collective over the ranks at this place.
 

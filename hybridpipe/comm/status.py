@@ -13,6 +13,7 @@ from typing import NamedTuple
 from hybridpipe.planning.schedules.instructions import Instruction
 
 OUTSIDE = "outside a step"
+MEETING = "meeting of groups"  # name of the wait for groups that are other jobs
 CHECKPOINT = "checkpoint"  # name of the wait until a checkpoint is published
 
 

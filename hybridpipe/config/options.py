@@ -193,10 +193,13 @@ class GroupOptions:
         one_of("rule", self.rule, GROUP_RULES)
         if self.moving_rate is not None:
             positive("moving_rate", self.moving_rate)
+            if self.moving_rate > 1:
+                raise ValueError(f"moving_rate must be <= 1, got {self.moving_rate!r}")
         positive("outer_lr", self.outer_lr)
         for name in ("outer_momentum", "mixing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a number >= 0 and < 1, got {getattr(self, name)!r}")
+            non_negative(name, getattr(self, name))
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be a number < 1, got {getattr(self, name)!r}")
         if self.fragments > self.every:
             raise ValueError(f"fragments must be <= every = {self.every}, got {self.fragments}")
         non_negative_int("delay", self.delay)

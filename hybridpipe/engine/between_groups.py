@@ -4,9 +4,11 @@ Knows one rank's parts; no step. Invariant: ranks at one place of all groups hav
 same order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+
+from torch import Tensor
 
 from hybridpipe.comm.group_meeting import MeetingSums
 from hybridpipe.comm.group_sums import GroupSums
@@ -53,15 +55,20 @@ class BetweenGroups:
         self.replicas = WatchedComm(made, group.everyone, group.first_rank)
         return self.everyone, self.replicas
 
-    def centre(self, update: Update, tie: Replication) -> Centre | None:
-        """Make the centre of what this rank updates; None without an optimizer. Collective over the stage."""
+    def centre(self, update: Update, tie: Replication, shared: Iterable[Tensor]) -> Centre | None:
+        """Make the centre of what this rank updates; None without an optimizer. Collective over the stage.
+
+        Args:
+            shared: parameters that ranks of other stages hold as well.
+        """
         if update.optimizer is None:
             return None
         parameters = [p for each in update.optimizer.param_groups for p in each["params"]]
         is_alike = tie.shares is None and not any(axis_of(p) == "replica" for p in parameters)
         if is_alike and self._of_stage is not None and self._of_stage.size > 1:
             self._sums.divide(self._of_stage)
-        self._centre = Centre(parameters, self._group.options, self._sums)
+        held_twice = [tie.parts[p] for p in shared if p in tie.parts]
+        self._centre = Centre(parameters, self._group.options, self._sums, held_twice)
         return self._centre
 
     def join(self, step: int, plan: Plan, shares: ReplicaShares | None) -> None:
@@ -73,13 +80,24 @@ class BetweenGroups:
         if self._has_joined:
             return
         self._has_joined = True
-        self._sums.begin(self._centre is not None, plan_text(replace(plan, sync=None)))
+        trains = f"plan {plan_text(replace(plan, sync=None))}, {self._group.options}"
+        self._sums.begin(self._centre is not None, trains)
         if self._centre is not None:
-            if not step:  # the user may have changed the weights since
-                self._centre.reset()
+            self._centre.begin()
             self._centre.join(step)
             if shares is not None:
                 shares.gather()
+
+    def reset(self) -> None:
+        """Take the present weights, the same in all groups, as the centre; come to the others once more."""
+        if self._centre is not None:
+            self._centre.reset()
+        self.come_again()
+
+    def come_again(self) -> None:
+        """Come to the other groups before the next minibatch, as other weights were loaded."""
+        self._sums.leave()
+        self._has_joined = False
 
     def close(self) -> None:
         """Wait for what travels, and free the communicators. Collective over all ranks."""

@@ -184,7 +184,7 @@ class Worker:
             scales=LossScales(DYNAMIC, overflows_late(plan)) if rule.scales_in_flight(plan) else None,
             shares=tie.shares,
             tensors=self.tensors,
-            centre=None if self._between is None else self._between.centre(update, tie),
+            centre=None if self._between is None else self._between.centre(update, tie, groups),
         )
         if isinstance(self.transport, FaultyTransport):
             return FaultyExecutor(parts, self.transport)
@@ -510,6 +510,13 @@ class Worker:
     def load_state(self, state: NewState) -> None:
         """Load a state into this rank."""
         rank_state.put(self.executor, state)
+        if self._between is not None:
+            self._between.come_again()
+
+    def reset_centre(self) -> None:
+        """Let groups have the present weights in common, which were loaded alike in all of them."""
+        if self._between is not None:
+            self._between.reset()
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's present state on rank 0 of all, on the CPU; None elsewhere. Collective.

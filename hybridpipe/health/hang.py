@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from hybridpipe.comm.status import CHECKPOINT, OUTSIDE
+from hybridpipe.comm.status import CHECKPOINT, MEETING, OUTSIDE
 
 # A hint for a rank that others wait for while it is in no method.
 COLLECTIVE = "methods of Trainer are collective: every rank has to call them, in the same order"
@@ -102,6 +102,17 @@ def seconds_since_saving_moved(activities: Mapping[int, RankActivity | None], re
     if any(activity is None for activity in activities.values()) or not _for_checkpoint(activities, ranks):
         return None
     return min(activity.still_seconds for activity in activities.values() if activity is not None)
+
+
+def meets_other_jobs(activities: Mapping[int, RankActivity | None], timeout_seconds: float) -> bool:
+    """Return True if a rank waits for groups that are other jobs, which may take any time.
+
+    False if a rank here does not answer, or is in one instruction for too long: then that is the cause.
+    """
+    answers = [activity for activity in activities.values() if activity is not None]
+    are_well = all(each.wait or each.seconds < timeout_seconds for each in answers)
+    meet = any(each.wait.startswith(MEETING) for each in answers)
+    return meet and are_well and len(answers) == len(activities)
 
 
 def describe(activities: Mapping[int, RankActivity | None], hosts: Mapping[int, str]) -> Iterator[str]:

@@ -141,6 +141,9 @@ class Watchdog:
             return
         activities: dict[int, RankActivity | None] = dict.fromkeys(range(len(self._processes)))
         activities.update(self._answers | {self._rank: self._activity()})
+        if hang.meets_other_jobs(activities, self._timeout_seconds):
+            self._still_seconds = 0.0
+            return
         written = hang.seconds_since_saving_moved(activities, self._rank)
         if written is not None and written < self._timeout_seconds:
             self._still_seconds = written

@@ -82,14 +82,16 @@ def supervise_groups(launch: GroupLaunch) -> int:
     """Run all groups to their end.
 
     Returns:
-        0 if as many as needed have ended well; else the exit code of the first group that was lost.
+        0 if as many as needed have ended well; else the exit code of the lowest group that has not.
     """
     meeting = Meeting(launch.count, socket.gethostname() if launch.slots else "127.0.0.1")
-    running = {index: _start(launch, index, meeting) for index in range(launch.count)}
+    running: dict[int, subprocess.Popen[bytes]] = {}
     codes: dict[int, int] = {}
     asked = False
     with stop_signals() as stop:
         try:
+            for index in range(launch.count):
+                running[index] = _start(launch, index, meeting)
             while running:
                 time.sleep(POLL_SECONDS)
                 ended = {index: job.poll() for index, job in running.items()}

@@ -8,7 +8,7 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -98,20 +98,17 @@ class Meeting:
                 if frame.kind == Kind.HELLO:
                     hello = json.loads(bytes(frame.content))
                     if hello.pop("token") != self._token:
-                        raise ConnectionError("not one of these groups")
+                        raise ValueError("not one of these groups")
                     rank = hello.pop("rank")
                     group = self._welcome(connection, rank, _Group(**hello))
                 elif group is not None:
                     self._take(group, rank, frame)
-            with self._lock:
-                if group is not None:
-                    self._expected.discard(group.index)
-        except (OSError, ValueError):  # it is lost, or no rank of ours
-            pass
-        finally:
-            if group is not None:
-                self._leave(group, rank)
-            connection.close()
+            is_lost = False
+        except (OSError, ValueError, KeyError, TypeError, MemoryError):  # or no rank of ours
+            is_lost = True
+        if group is not None:
+            self._leave(group, rank, is_lost)
+        connection.close()
 
     def _welcome(self, connection: socket.socket, rank: int, hello: _Group) -> _Group:
         with self._lock:
@@ -125,8 +122,8 @@ class Meeting:
             if other is None:
                 self._go_on()
             else:
-                what = f"group {group.index} has plan {group.plan}, group {other.index} {other.plan}"
-                group.tell(rank, Frame(Kind.REFUSED, 0, f"{what}: give all of them the same file".encode()))
+                what = f"group {group.index} trains {group.plan}; group {other.index} {other.plan}"
+                group.tell(rank, Frame(Kind.REFUSED, 0, f"{what}: give all of them the same".encode()))
         return group
 
     def _take(self, group: _Group, rank: int, frame: Frame) -> None:
@@ -150,7 +147,7 @@ class Meeting:
                     notices.say(f"group {group.index} is back, with the weights of the others")
         self._giver, self._takers, self._centre = None, [], {}
 
-    def _leave(self, group: _Group, rank: int) -> None:
+    def _leave(self, group: _Group, rank: int, is_lost: bool) -> None:
         """Note that a group has ended, or is lost, with this rank."""
         with self._lock:
             group.outboxes.pop(rank, SimpleQueue[Frame | None]()).put(None)
@@ -159,7 +156,7 @@ class Meeting:
             for groups in (self._there, self._coming):
                 if groups.get(group.index) is group:
                     del groups[group.index]
-                    if group.index in self._expected:
+                    if is_lost and group.index in self._expected:
                         self._lost.add(group.index)
                         notices.say(f"group {group.index} is lost; {len(self._there)} go on")
             self._go_on()
@@ -177,13 +174,18 @@ class Meeting:
             return
         if not all(len(group.moves) == group.size for group in there):
             return
-        sums = {rank: _bytes(_sum(group.moves[rank] for group in there)) for rank in there[0].moves}
+        sums = {rank: _sum(group.moves[rank] for group in there).data.cast("B") for rank in there[0].moves}
         for group in there:
             group.moves = {}
             self._answer(group, Kind.SUM, sums, len(there), coming if group is there[0] else [])
 
     def _answer(
-        self, group: _Group, kind: Kind, contents: dict[int, bytes], count: int, takers: list[_Group]
+        self,
+        group: _Group,
+        kind: Kind,
+        contents: Mapping[int, bytes | memoryview],
+        count: int,
+        takers: list[_Group],
     ) -> None:
         """Answer all ranks of a group, and ask it for the centre if any group is to take that."""
         if takers:
@@ -207,7 +209,3 @@ def _sum(moves: Iterable[np.ndarray]) -> np.ndarray:
     for each in others:
         total += each
     return total
-
-
-def _bytes(numbers: np.ndarray) -> bytes:
-    return numbers.tobytes()

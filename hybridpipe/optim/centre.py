@@ -5,7 +5,7 @@ and LeCun 2015), DiLoCo (Douillard et al. 2023), Streaming DiLoCo (Douillard et 
 Invariant: the centre is the same in all groups, bit for bit.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol
@@ -53,19 +53,38 @@ class Centre:
     Args:
         parameters: in the same order in all groups; those that are not trained stay as they are.
         sums: adds the other groups' numbers up.
+        shared: those that other ranks of the group hold as well: they belong to the first fragment.
+
+    Attributes:
+        follows: nothing was trained since the weights were taken: whatever they are now is the centre.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], options: GroupOptions, sums: SumsOverGroups) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        options: GroupOptions,
+        sums: SumsOverGroups,
+        shared: Collection[Tensor] = (),
+    ) -> None:
+        self._shared = frozenset(shared)
         self._parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
         self._options, self.sums = options, sums
         self._thread = ThreadPoolExecutor(1, "hybridpipe-groups")  # one, so that exchanges stay in order
-        self._travelling: dict[int, Future[Tensor]] = {}  # sums on their way, by fragment
+        self._travelling: dict[
+            int, tuple[list[Tensor], Future[Tensor]]
+        ] = {}  # sums on their way, by fragment
         self._kept: dict[Tensor, Kept] = {}
         self.reset()
 
     def reset(self) -> None:
         """Take the present weights, which are the same in all groups, as the centre."""
         self.load({})
+        self.follows = True
+
+    def begin(self) -> None:
+        """Begin to train: the present weights are the centre if nothing was trained yet."""
+        if self.follows:
+            self.load({})
 
     def after(self, done: int, new: int) -> None:
         """Exchange what is due after an update. Collective over the groups.
@@ -74,15 +93,18 @@ class Centre:
             done: minibatches in the weights.
             new: those that the update has added.
         """
-        options = self._options
+        options, self.follows = self._options, False
         for number in range(options.fragments):
             begin = number * options.every // options.fragments
             if self._is_due(begin, done, new):
-                self._travelling[number] = self._thread.submit(self.sums.add_up, self._moves(number))
+                parameters = self._fragment(number)
+                moves = _flat(p.detach() - self._kept[p][CENTRE] for p in parameters)
+                self._travelling[number] = parameters, self._thread.submit(self.sums.add_up, moves)
             if number in self._travelling and self._is_due(begin + options.delay, done, new):
+                parameters, future = self._travelling.pop(number)
                 with rank_status.waiting("exchange between groups", self.sums.ranks):
-                    total = self._travelling.pop(number).result()
-                self._apply(number, total)
+                    total = future.result()
+                self._apply(parameters, total)
                 self._give_if_asked()
 
     def join(self, step: int) -> None:
@@ -94,7 +116,7 @@ class Centre:
         given = self.sums.join(step)
         if given is not None:
             for name, part in zip(self._given, given.chunk(len(self._given)), strict=True):
-                for p, numbers in self._divided(self._parameters, part):
+                for p, numbers in _divided(self._parameters, part):
                     self._kept[p][name] = numbers.to(self._kept[p][CENTRE].dtype)
             for p in self._parameters:
                 p.detach().copy_(self._kept[p][CENTRE])
@@ -113,27 +135,33 @@ class Centre:
 
     def kept(self) -> Mapping[Tensor, Kept]:
         """Return what a checkpoint keeps of each parameter. Waits for what travels."""
+        self.begin()
         found = {p: dict(kept) for p, kept in self._kept.items()}
-        for number, future in self._travelling.items():
-            for p, total in self._split(number, future.result()):
+        for parameters, future in self._travelling.values():
+            for p, total in _divided(parameters, future.result()):
                 found[p][TRAVELLING] = total
         return found
 
     def load(self, kept: Mapping[Tensor, Kept]) -> None:
         """Take what was kept; of a parameter without any the weights become the centre."""
-        for future in self._travelling.values():
+        for _, future in self._travelling.values():
             future.result()
+        self.follows = False
         self._kept = {p: {CENTRE: _copied(p)} | kept.get(p, {}) for p in self._parameters}
         self._travelling = {}
         for number in range(self._options.fragments):
-            totals = [self._kept[p].pop(TRAVELLING, None) for p in self._fragment(number)]
-            if totals and all(each is not None for each in totals):
-                future = self._travelling[number] = Future()
-                future.set_result(_flat(each for each in totals if each is not None))
+            coming = [p for p in self._fragment(number) if TRAVELLING in self._kept[p]]
+            if coming:
+                arrived = Future[Tensor]()
+                arrived.set_result(_flat(self._kept[p].pop(TRAVELLING) for p in coming))
+                self._travelling[number] = coming, arrived
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the parameters have the centre inside this context, and their own weights after it."""
+        if self.follows:
+            yield
+            return
         own = [p.detach().clone() for p in self._parameters]
         for p in self._parameters:
             p.detach().copy_(self._kept[p][CENTRE])
@@ -153,35 +181,20 @@ class Centre:
 
     def _fragment(self, number: int) -> list[Tensor]:
         """Return the parameters of a fragment, which has about as many elements as each other one."""
-        most, before, found = sum(p.numel() for p in self._parameters), 0, []
-        for p in self._parameters:
+        own = [p for p in self._parameters if p not in self._shared]
+        found = [] if number else [p for p in self._parameters if p in self._shared]
+        most, before = sum(p.numel() for p in own), 0
+        for p in own:
             if (before * self._options.fragments) // max(1, most) == number:
                 found.append(p)
             before += p.numel()
         return [p for p in found if p.requires_grad]
 
-    def _moves(self, number: int) -> Tensor:
-        """Return how far this group is from the centre."""
-        return _flat(p.detach() - self._kept[p][CENTRE] for p in self._fragment(number))
-
-    def _split(self, number: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter of a fragment with its part of a flat tensor."""
-        yield from self._divided(self._fragment(number), flat)
-
-    def _divided(self, parameters: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter with its part of a flat tensor."""
-        at = 0
-        for p in parameters:
-            numbers = _numbers(p)
-            part = flat[at : at + numbers.numel()].view(numbers.shape)
-            at += numbers.numel()
-            yield p, (torch.view_as_complex(part) if p.is_complex() else part).to(p.device)
-
     @torch.no_grad()
-    def _apply(self, number: int, totals: Tensor) -> None:
+    def _apply(self, parameters: Sequence[Tensor], totals: Tensor) -> None:
         """Move a fragment of the centre and of this group, by the sum of all groups' moves."""
         options, count = self._options, self.sums.count
-        for p, total in self._split(number, totals):
+        for p, total in _divided(parameters, totals):
             own, kept = p.detach(), self._kept[p]
             centre = kept[CENTRE]
             if options.rule == "elastic":
@@ -207,6 +220,16 @@ def _copied(parameter: Tensor) -> Tensor:
 
 def _numbers(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def _divided(parameters: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each parameter with its part of a flat tensor."""
+    at = 0
+    for p in parameters:
+        numbers = _numbers(p)
+        part = flat[at : at + numbers.numel()].view(numbers.shape)
+        at += numbers.numel()
+        yield p, (torch.view_as_complex(part) if p.is_complex() else part).to(p.device)
 
 
 def _flat(tensors: Iterator[Tensor]) -> Tensor:

@@ -56,6 +56,11 @@ class Run:
         return self._trainer.world.size
 
     @property
+    def num_groups(self) -> int:
+        """Number of groups that each train a copy of the model."""
+        return self._trainer.group.count
+
+    @property
     def plan(self) -> Plan:
         """Plan of the training, with its prediction if there is one."""
         return self._trainer.plan

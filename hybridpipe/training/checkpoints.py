@@ -16,7 +16,7 @@ from torch import nn
 
 from hybridpipe.checkpoint import snapshot
 from hybridpipe.checkpoint.claim import Claim
-from hybridpipe.checkpoint.directory import checkpoints
+from hybridpipe.checkpoint.directory import checkpoints, is_good
 from hybridpipe.checkpoint.names import name_of, of_group, step_of
 from hybridpipe.checkpoint.plain import is_weights
 from hybridpipe.checkpoint.policy import Checkpointing, Keeper
@@ -222,6 +222,7 @@ class CheckpointManager:
         allow_changed: bool,
         later: bool,
         numbers: Numbers | None = None,
+        worker: Worker | None = None,
     ) -> tuple[Found | None, list[str]]:
         """Find a checkpoint for `load`; a file of weights is loaded at once. Collective.
 
@@ -232,6 +233,7 @@ class CheckpointManager:
                 supervisor knows it.
             allow_changed: allow settings that differ from the checkpoint's; the new ones are used.
             numbers: of tensors on the meta device, which a file of weights, or the checkpoint, then gives.
+            worker: of this rank, if there is one.
 
         Returns:
             The checkpoint, if there is one, and lines for the user.
@@ -243,6 +245,8 @@ class CheckpointManager:
         consistency.check_alike(self._group.everyone, of_resume)
         if self._group.everyone.bcast(is_weights(source)):  # rank 0's disk decides which collective follows
             load_plain(self._world, model, source, numbers)
+            if worker is not None:
+                worker.reset_centre()
             return None, [f"weights of {source}; everything else starts anew"]
         if or_anew:
             exit_report.continues(source)
@@ -277,13 +281,16 @@ class CheckpointManager:
         if self._group.world is self._group.everyone:
             return source
         own, step = of_group(source, self._group.index), step_of(source)
-        folder = own if step is None else own.parent
+        everyone, folder = self._group.everyone, own if step is None else own.parent
         here = None if self._world.rank else {step_of(path) for path in checkpoints(folder)}
-        steps = [each for each in self._group.everyone.allgather(here) if each is not None]
-        in_all = {each for each in set.intersection(*steps) if each is not None}
+        steps = [each for each in everyone.allgather(here) if each is not None]
+        in_all = sorted((each for each in set.intersection(*steps) if each is not None), reverse=True)
         if step is not None:
             return own if step in in_all else source
-        return own / name_of(max(in_all)) if in_all else source
+        for each in in_all:
+            if all(everyone.allgather(self._world.rank > 0 or is_good(own / name_of(each)))):
+                return own / name_of(each)
+        return source
 
     def _resume_epochs(
         self, resume: Callable[..., list[str]], folder: str | os.PathLike[str], epochs: int

@@ -358,7 +358,9 @@ class Trainer(TrainerView):
         """
         self.state.check_call("resume", with_gradients=False)
         where, later, numbers = Path(source), self._worker is None, self._planner.numbers
-        found, lines = self._checkpoints.find(where, self.model, or_anew, allow_changed, later, numbers)
+        found, lines = self._checkpoints.find(
+            where, self.model, or_anew, allow_changed, later, numbers, self._worker
+        )
         if found is not None and self._worker is not None:
             self._checkpoints.load(self._worker)
         elif found is not None and (line := self._planner.prefer(found.plan, found.run.get("ranks"))):

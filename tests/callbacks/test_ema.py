@@ -103,7 +103,7 @@ def test_a_parameter_that_is_used_at_times_is_averaged_at_all(uses_it, optimizer
     reference = copy.deepcopy(model)
     expected = averaged(reference, optimizer, samples, 1)
     update = optimizer(model.parameters())
-    run = SimpleNamespace(optimizer=update, gather_weights=lambda: None)
+    run = SimpleNamespace(optimizer=update, gather_weights=lambda: None, num_groups=1)
     average.on_fit_start(run)
     for start in range(0, 40, 8):
         inputs, targets = samples[start : start + 8]

@@ -1,6 +1,12 @@
 """Whose fault it is that a job stands still."""
 
-from hybridpipe.health.hang import RankActivity, cause, describe, seconds_since_saving_moved
+from hybridpipe.health.hang import (
+    RankActivity,
+    cause,
+    describe,
+    meets_other_jobs,
+    seconds_since_saving_moved,
+)
 
 
 def waits(*peers):
@@ -84,3 +90,15 @@ def test_a_line_for_each_rank():
     assert lines[0].endswith("rank 0 on host a: stage 0, step 3, microbatch 2, instruction ra2; "
                              "waits for: receive (for 30 s)")  # fmt: skip
     assert lines[1].endswith("rank 1 on host b: no answer")
+
+
+def test_who_waits_for_groups_of_other_jobs_may_wait_for_long():
+    """Unless a rank of the own group is the cause."""
+    meets = RankActivity(
+        "stage 0, step 3, microbatch none, instruction step", 0.3, "meeting of groups with ranks "
+    )
+    assert meets_other_jobs({0: meets, 1: waits(0)}, 20.0)
+    assert meets_other_jobs({0: meets, 1: RankActivity("stage 1", 1.0)}, 20.0)
+    assert not meets_other_jobs({0: meets, 1: computes()}, 20.0)
+    assert not meets_other_jobs({0: meets, 1: None}, 20.0)
+    assert not meets_other_jobs({0: waits(1), 1: waits(0)}, 20.0)

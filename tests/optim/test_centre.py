@@ -131,21 +131,67 @@ def test_complex_weights_meet_as_well():
 
 
 def test_fragments_are_exchanged_in_turn():
-    options, sent = GroupOptions(count=1, every=4, fragments=2, rule="average"), []
-
-    class Alone:
-        ranks, count, bytes_sent, is_asked = (0,), 1, 0, False
-
-        def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-            sent.append(tensor.tolist())
-            return tensor
-
+    options, sums = GroupOptions(count=1, every=4, fragments=2, rule="average"), Alone()
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    centre = Centre(parameters, options, Alone())
+    centre = Centre(parameters, options, sums)
     for number, p in enumerate(parameters):
         p.data.fill_(number + 1)
     for done in range(1, 9):
         centre.after(done, 1)
         for number, p in enumerate(parameters):
             p.data.add_(number + 1)
-    assert sent == [[2.0 + 2], [1.0 + 3], [2.0 * 4], [1.0 * 4]]  # after updates 2, 4, 6 and 8
+    assert sums.sent == [[2.0 + 2], [1.0 + 3], [2.0 * 4], [1.0 * 4]]  # after updates 2, 4, 6 and 8
+
+
+class Alone:
+    """The sums of one group, with what it has sent."""
+
+    ranks, count, bytes_sent, is_asked = (0,), 1, 0, False
+
+    def __init__(self) -> None:
+        self.sent: list[list[float]] = []
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.sent.append(tensor.tolist())
+        return tensor
+
+
+def test_what_other_ranks_hold_as_well_is_in_the_first_fragment():
+    """Stages that share a parameter have it in other places, and must exchange it at the same updates."""
+    sums, options = Alone(), GroupOptions(count=1, every=2, fragments=2, rule="average")
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    centre = Centre(parameters, options, sums, shared=parameters[2:])
+    for number, p in enumerate(parameters, 1):
+        p.data.fill_(number)
+    centre.after(1, 1)
+    centre.after(2, 1)
+    assert sums.sent == [[2.0], [3.0, 1.0]]
+
+
+def test_weights_are_the_centre_until_something_is_trained():
+    """They may be loaded, or changed by hand, in the meantime."""
+    p = torch.nn.Parameter(ONE.clone())
+    centre = Centre([p], GroupOptions(count=1, every=2, rule="average"), Alone())
+    p.data.copy_(OTHER)
+    with centre.in_place():
+        assert p.tolist() == OTHER.tolist()
+    centre.begin()
+    p.data.copy_(ONE)
+    centre.after(1, 1)
+    with centre.in_place():
+        assert p.tolist() == OTHER.tolist()
+    centre.reset()
+    assert kept(centre)["centre"].tolist() == ONE.tolist()
+
+
+def test_what_is_frozen_while_a_sum_travels_has_its_part_of_it():
+    options = GroupOptions(count=1, every=2, delay=1, mixing=0.0, outer_lr=1.0, outer_momentum=0.0)
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    centre = Centre(parameters, options, Alone())
+    for p, each in zip(parameters, (ONE, OTHER), strict=True):
+        p.data.copy_(each)
+    centre.after(1, 1)
+    centre.after(2, 1)
+    parameters[0].requires_grad_(False)
+    centre.after(3, 1)
+    assert [p.tolist() for p in parameters] == [ONE.tolist(), OTHER.tolist()]

@@ -287,6 +287,8 @@ class Planner:
             plan, self.microbatch_size = self._group.everyone.bcast((plan, self.microbatch_size))
             if plan.is_asynchronous:
                 raise UserError(f"groups must have a synchronous schedule, got {plan.schedule}")
+            if self._group.options.fragments > 1 and any(map(plan.splits, range(plan.num_stages))):
+                raise UserError("groups of stages that are split exchange all at once: leave fragments out")
         plan = synchronised(self.with_sync(plan), self.known_layers, self._rule.sync_batchnorm)
         if choice is not None:
             choice = replace(choice, plan=plan)
