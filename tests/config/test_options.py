@@ -45,7 +45,7 @@ def test_a_keyword_goes_before_the_objects_field():
 
 
 def test_every_field_is_a_keyword_but_the_plans_source():
-    assert len(SINGLE) == 27 and "source" not in SINGLE
+    assert len(SINGLE) == 28 and "source" not in SINGLE
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'source'"):
         Trainer(None, loss=None, optimizer=None, minibatch_size=1, source="dp")
 
