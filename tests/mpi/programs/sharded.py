@@ -15,6 +15,7 @@ from mpi4py import MPI
 from torch import nn
 
 from hybridpipe import Plan, StageSpec, Trainer
+from hybridpipe.engine.traffic import traffic
 from hybridpipe.errors import UserError
 from hybridpipe.optim import gradient_sync
 
@@ -92,9 +93,10 @@ def train(optimizer, zero: int, scatter: bool, dtype=torch.float64, sparse=False
     kept = executor.update.optimizer.state.values() if executor.update.optimizer else ()
     tensors = [value for state in kept for value in state.values() if torch.is_tensor(value) and value.ndim]
     state, num_bytes = trainer.full_state_dict(), sum(tensor.nbytes for tensor in tensors)
-    assert (executor.bytes_gathered > 0) == (zero > 0)
+    moved = traffic(executor)
+    assert (moved.gathered > 0) == (zero > 0)
     trainer.close()
-    return state, num_bytes, executor.bytes_reduced
+    return state, num_bytes, moved.reduced
 
 
 def compare(state, expected, within: float | None) -> None:
