@@ -222,7 +222,7 @@ class _Reading:
         self.wanted = {key: t for layers in self.layers.values() for key, t in layers.tensors().items()}
         self.keys = set(parameters(worker.executor).values())
         self.result, self.changed, self.optimizers = NewState(), list[str](), set[str]()
-        self.result.joins = found.run.get("group", [0, 1]) != [worker.group.index, worker.group.count]
+        self.result.joins = found.run.get("group", [0, 1]) != [worker.group.index, worker.group.options.count]
         mine, of_rank = set(updated(worker.executor).values()), ranges(worker.executor)
         held = ((p, key) for p, key in parameters(worker.executor).items() if key in mine)
         self.joined = JoinedState(

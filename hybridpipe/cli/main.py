@@ -170,8 +170,8 @@ def _probe(options: argparse.Namespace) -> int:
             raise UserError(f"probe --flat: {error}") from None
         return 0
     from hybridpipe.collectives.backends import suited, usable
+    from hybridpipe.comm.communicators import this_host
     from hybridpipe.comm.gpus import own_device
-    from hybridpipe.comm.groups import this_host
     from hybridpipe.comm.idle import share_cores
     from hybridpipe.comm.mpi import MPI
     from hybridpipe.comm.progress_thread import needs_progress_thread
@@ -196,11 +196,14 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from hybridpipe.config.options import GroupOptions
     from hybridpipe.files import read_cluster, read_profile, write_json
-    from hybridpipe.planning.search.groups import forecast_groups
+    from hybridpipe.planning.search.groups import first_ranks, forecast_groups
     from hybridpipe.planning.search.search import search_sizes
     from hybridpipe.report.tables import explain, groups_line
 
+    if options.every and not options.groups:
+        raise UserError("plan: --every goes with --groups")
     profile, cluster = read_profile(options.profile), read_cluster(options.cluster)
     if options.compression != NO_COMPRESSION:
         cluster = cluster.compressing(options.compression, profile.dtype)
@@ -215,8 +218,8 @@ def _plan(options: argparse.Namespace) -> int:
         found = search_sizes(profile, cluster, minibatch, request, ranks)
         told = []
         if options.groups:
-            count, every = options.groups, options.every
-            groups = forecast_groups(profile, cluster, minibatch, request, count, every)
+            part, every = first_ranks(cluster, ranks), options.every or GroupOptions.every
+            groups = forecast_groups(profile, part, minibatch, request, options.groups, every)
             told = [groups_line(groups, found[0].plan)]
     except ValueError as error:
         raise UserError(f"plan: {error}") from None

@@ -137,7 +137,7 @@ def add_plan(command: Command) -> None:
         "--groups", type=positive, help="also predict so many groups that exchange weights now and then"
     )
     plan.add_argument(
-        "--every", type=positive, default=32, help="with --groups: minibatches between exchanges; default: 32"
+        "--every", type=positive, help="with --groups: minibatches between exchanges; default: 32"
     )
     plan.add_argument(
         "--compression",

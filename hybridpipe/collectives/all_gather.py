@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.collectives.protocol import Handle
-from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.communicators import WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.transport import Pending

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridpipe.collectives.all_gather import all_gather
 from hybridpipe.collectives.protocol import Collectives, Handle
-from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.communicators import WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.device import lanes_of, visible_gpus

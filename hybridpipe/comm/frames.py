@@ -13,7 +13,8 @@ from typing import NamedTuple
 ALIVE_SECONDS = 5, 5  # of silence before a peer is asked for a sign of life, and between two questions
 MOST_QUESTIONS = 4  # without an answer: the peer's host is lost
 POLL_SECONDS = 1.0
-_HEADER = struct.Struct("<BIQ")
+FLOATS = ("float32", "float64")  # types of numbers, in the order of their index in a header
+_HEADER = struct.Struct("<BBI?Q")
 
 
 class Kind(IntEnum):
@@ -32,18 +33,23 @@ class Frame(NamedTuple):
     """A message.
 
     Args:
-        number: a small one, beside the content.
+        dtype: of FLOATS, where the content is numbers.
+        groups: of a SUM: the number of groups in it.
+        asks: of a WELCOME or a SUM: groups have come that need this rank's centre.
     """
 
     kind: Kind
-    number: int
-    content: bytearray | memoryview | bytes
+    content: bytearray | memoryview | bytes = b""
+    dtype: str = FLOATS[0]
+    groups: int = 0
+    asks: bool = False
 
 
 def send(connection: socket.socket, frame: Frame) -> None:
     """Send a frame; OSError if the peer is lost."""
-    connection.sendall(_HEADER.pack(frame.kind, frame.number, len(frame.content)))
-    connection.sendall(frame.content)
+    kind, content, dtype, groups, asks = frame
+    connection.sendall(_HEADER.pack(kind, FLOATS.index(dtype), groups, asks, len(content)))
+    connection.sendall(content)
 
 
 def receive(connection: socket.socket, waits: Callable[[], None] = lambda: None) -> Frame:
@@ -54,9 +60,12 @@ def receive(connection: socket.socket, waits: Callable[[], None] = lambda: None)
 
     Raises:
         ConnectionError: the peer has closed the connection; OSError if it is lost.
+        ValueError: it speaks otherwise.
     """
-    kind, number, size = _HEADER.unpack(_exactly(connection, _HEADER.size, waits))
-    return Frame(Kind(kind), number, _exactly(connection, size, waits))
+    kind, number, groups, asks, size = _HEADER.unpack(_exactly(connection, _HEADER.size, waits))
+    if number >= len(FLOATS):
+        raise ValueError(f"no type of numbers is {number}")
+    return Frame(Kind(kind), _exactly(connection, size, waits), FLOATS[number], groups, asks)
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -5,7 +5,7 @@ Knows hosts and the GPUs that their ranks see; no plan. Invariant: all ranks of 
 
 import torch
 
-from hybridpipe.comm.groups import default_num_threads, this_host
+from hybridpipe.comm.communicators import default_num_threads, this_host
 from hybridpipe.comm.idle import machine_leaders
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.device import device_of_rank, visible_gpus

@@ -9,7 +9,7 @@ import time
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.communicators import WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.training_group import TrainingGroup
 
@@ -17,85 +17,112 @@ PIECE_ELEMENTS = 2**24  # of a tensor at a time, which bounds the memory for cop
 PAUSES_SECONDS = 5e-5, 2e-3  # between two polls, at first and at most: computing goes on meanwhile
 
 
-class GroupSums:
-    """Adds up tensors over all groups.
-
-    Making one is collective over all ranks.
+class SumsOverGroups:
+    """Base of what adds up tensors over the groups that are there; `_sum` is its own in each.
 
     Attributes:
-        ranks: those at this place, counted as the group's own are.
-        count: number of groups.
-        is_asked: False, as no group of a job comes later.
+        ranks: those that add up together, counted as the group's own are; none that are other jobs'.
+        count: number of groups in the last sum.
+        is_asked: groups have come that need this rank's centre (`give`); never within a job.
         bytes_sent: by this rank to other groups so far.
     """
 
-    def __init__(self, group: TrainingGroup) -> None:
-        made = group.everyone.Split(group.world.rank, group.index)
-        self._peers = WatchedComm(made, group.everyone, group.first_rank)
-        self._replicas: MPI.Comm | None = None
-        self.ranks, self.count = self._peers.ranks, group.count
-        self.is_asked, self.bytes_sent = False, 0
+    is_asked = False
+
+    def __init__(self, count: int, ranks: tuple[int, ...] = ()) -> None:
+        self.count, self.ranks, self.bytes_sent = count, ranks, 0
+        self._replicas: MPI.Intracomm | None = None
 
     def divide(self, replicas: MPI.Comm) -> None:
         """Let each of the ranks that have the same tensors send a part of them only. Collective over them."""
         self._replicas = MPI.Intracomm(replicas).Dup()
 
-    def begin(self, takes_part: bool, plan: str) -> None:
-        """Begin to add up; there is nothing to agree on, as each place has its ranks."""
-
-    def join(self, step: int) -> Tensor | None:
-        """Return None, as all groups have begun with one centre."""
-        return None
-
-    def give(self, centre: Tensor) -> None:
-        """Refuse, as no group of a job comes later and asks."""
-        raise AssertionError("groups of one job have begun with one centre")
-
-    def leave(self) -> None:
-        """Leave nobody: the groups of a job stay together."""
-
     def add_up(self, tensor: Tensor) -> Tensor:
         """Add the other groups' numbers to a tensor's. Collective over the ranks at this place.
 
         Args:
-            tensor: one-dimensional, contiguous and on the CPU; it is changed in place and returned.
+            tensor: one-dimensional, contiguous, on the CPU, of float32 or float64; it is changed in place and
+                returned.
         """
-        for start in range(0, len(tensor), PIECE_ELEMENTS):
-            piece = tensor[start : start + PIECE_ELEMENTS]
-            piece.copy_(self._sum(piece))
-        return tensor
-
-    def _sum(self, piece: Tensor) -> Tensor:
-        count, several, index = self._peers.size, 1, 0
-        if self._replicas is not None:
-            several, index = self._replicas.size, self._replicas.rank
-        share = -(-len(piece) // (count * several))
-        padded = piece.new_zeros(several, count, share)
-        padded.view(-1)[: len(piece)] = piece
-        own, theirs = padded[index], piece.new_empty(count, share)
-        _complete(self._peers.Ialltoall(_bytes(own), _bytes(theirs)))
-        total = theirs[0].clone()
-        for numbers in theirs[1:]:
-            total += numbers
-        _complete(self._peers.Iallgather(_bytes(total), _bytes(theirs)))
-        self.bytes_sent += 2 * (count - 1) * total.nbytes
         if self._replicas is None:
-            return theirs.view(-1)[: len(piece)]
-        _complete(self._replicas.Iallgather(_bytes(theirs), _bytes(padded)))
-        return padded.view(-1)[: len(piece)]
+            return tensor.copy_(self._sum(tensor))
+        share = -(-len(tensor) // self._replicas.size)
+        padded = tensor.new_zeros(self._replicas.size, share)
+        padded.view(-1)[: len(tensor)] = tensor
+        own = self._sum(padded[self._replicas.rank])
+        complete(self._replicas.Iallgather(buffer(own), buffer(padded)))
+        return tensor.copy_(padded.view(-1)[: len(tensor)])
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the groups of what this rank sends."""
+        raise NotImplementedError
+
+    def join(self, step: int, plan: str, takes_part: bool) -> Tensor | None:
+        """Come to the other groups; return their centre, flat, or None if this rank has it. Collective.
+
+        Args:
+            step: minibatches trained on: where no group is there yet, all take the centre of the furthest.
+            plan: the same text in all groups.
+            takes_part: False on a rank that has no centre.
+        """
+        return None  # groups of one job have begun together
+
+    def give(self, centre: Tensor) -> None:
+        """Send this rank's centre, flat, for groups that come."""
+
+    def leave(self) -> None:
+        """Say that this rank's training has ended."""
 
     def free(self) -> None:
-        """Free the communicators. Collective over the ranks at this place."""
-        self._peers.Free()
+        """Leave, and free the communicators. Collective over the ranks at this place."""
+        self.leave()
         if self._replicas is not None:
             self._replicas.Free()
 
 
-def _bytes(tensor: Tensor) -> list[object]:
-    return [tensor.view(-1).view(torch.uint8).numpy(), MPI.BYTE]
+class GroupSums(SumsOverGroups):
+    """Adds up tensors over all groups of a job. Making one is collective over all ranks."""
+
+    def __init__(self, group: TrainingGroup) -> None:
+        made = group.everyone.Split(group.world.rank, group.index)
+        self._peers = WatchedComm(made, group.everyone, group.first_rank)
+        super().__init__(group.options.count, self._peers.ranks)
+
+    def free(self) -> None:
+        """Free the communicators. Collective over the ranks at this place."""
+        super().free()
+        self._peers.Free()
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        pieces = (tensor[at : at + PIECE_ELEMENTS] for at in range(0, len(tensor), PIECE_ELEMENTS))
+        return torch.cat([tensor[:0], *map(self._sum_of_piece, pieces)])
+
+    def _sum_of_piece(self, piece: Tensor) -> Tensor:
+        """Add up an equal part of each group, then gather the parts."""
+        share = -(-len(piece) // self.count)
+        own = piece.new_zeros(self.count, share)
+        own.view(-1)[: len(piece)] = piece
+        theirs = torch.empty_like(own)
+        complete(self._peers.Ialltoall(buffer(own), buffer(theirs)))
+        total = theirs[0].clone()
+        for numbers in theirs[1:]:
+            total += numbers
+        complete(self._peers.Iallgather(buffer(total), buffer(theirs)))
+        self.bytes_sent += 2 * (self.count - 1) * total.nbytes
+        return theirs.view(-1)[: len(piece)]
 
 
-def _complete(request: MPI.Request) -> None:
+def content(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, which share its memory."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def buffer(tensor: Tensor) -> list[object]:
+    """Return a contiguous tensor on the CPU for MPI, which reads or writes its memory."""
+    return [content(tensor), MPI.BYTE]
+
+
+def complete(request: MPI.Request) -> None:
     """Wait without holding a core, in any thread."""
     pause, longest = PAUSES_SECONDS
     while not request.Test():

@@ -73,7 +73,7 @@ def share_cores(world: "MPI.Comm") -> None:
 
     Collective.
     """
-    from hybridpipe.comm.groups import default_num_threads, this_host
+    from hybridpipe.comm.communicators import default_num_threads, this_host
 
     num_threads = default_num_threads(this_host(world))
     if num_threads is not None:

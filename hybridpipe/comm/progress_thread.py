@@ -9,7 +9,7 @@ import time
 import numpy as np
 import torch
 
-from hybridpipe.comm.groups import this_host
+from hybridpipe.comm.communicators import this_host
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.status import rank_status
 

@@ -7,7 +7,7 @@ all get the same numbers, bit for bit, so that what they compute alike stays ali
 import torch
 from torch import Tensor
 
-from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.communicators import WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 

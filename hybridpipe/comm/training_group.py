@@ -21,15 +21,13 @@ class TrainingGroup:
         world: the ranks of this group.
         everyone: the ranks of all groups; `world` itself if there is one.
         index: of the group, from 0.
-        count: number of groups.
-        options: what they exchange, and when.
+        options: the number of groups, what they exchange, and when.
         meeting: the address where groups that are jobs of their own exchange; empty for groups of one job.
     """
 
     world: MPI.Comm
     everyone: MPI.Comm
     index: int = 0
-    count: int = 1
     options: GroupOptions = GroupOptions()
     meeting: str = ""
 
@@ -62,9 +60,10 @@ class TrainingGroup:
         Raises:
             UserError: the groups do not divide them.
         """
-        if samples % self.count:
-            raise UserError(f"{name} must be a multiple of groups.count = {self.count}, got {samples}")
-        return samples // self.count
+        count = self.options.count
+        if samples % count:
+            raise UserError(f"{name} must be a multiple of groups.count = {count}, got {samples}")
+        return samples // count
 
     def seed(self, seed: int) -> int:
         """Return a seed for this group's layers, as groups must not draw alike; the first has the user's."""
@@ -92,8 +91,8 @@ def training_group(everyone: MPI.Comm, options: GroupOptions) -> TrainingGroup:
             raise UserError(f"groups.count must be that of launch --groups, {of_job}, got {count}")
         if options.fragments > 1 or options.delay:
             raise UserError("groups of launch --groups exchange all at once: leave fragments and delay out")
-        return TrainingGroup(everyone, everyone, int(number), count, options, meeting)
+        return TrainingGroup(everyone, everyone, int(number), options, meeting)
     if everyone.size % count:
         raise UserError(f"groups.count must divide the number of ranks, {everyone.size}, got {count}")
     index = everyone.rank // (everyone.size // count)
-    return TrainingGroup(everyone if count == 1 else everyone.Split(index), everyone, index, count, options)
+    return TrainingGroup(everyone if count == 1 else everyone.Split(index), everyone, index, options)

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from hybridpipe.comm.communicators import Communicators, WatchedComm
 from hybridpipe.comm.group_meeting import MeetingSums
 from hybridpipe.comm.group_sums import GroupSums
-from hybridpipe.comm.groups import Communicators, WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.engine.consistency import plan_text
@@ -80,11 +80,12 @@ class BetweenGroups:
         if self._has_joined:
             return
         self._has_joined = True
-        trains = f"plan {plan_text(replace(plan, sync=None))}, {self._group.options}"
-        self._sums.begin(self._centre is not None, trains)
         if self._centre is not None:
             self._centre.begin()
-            self._centre.join(step)
+        trains = f"plan {plan_text(replace(plan, sync=None))}, {self._group.options}"
+        given = self._sums.join(step, trains, self._centre is not None)
+        if self._centre is not None:
+            self._centre.take(given)
             if shares is not None:
                 shares.gather()
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hybridpipe.collectives.backends import open_collectives
-from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.communicators import WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.comm.status import rank_status

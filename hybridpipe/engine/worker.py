@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridpipe.comm.communicators import communicators
 from hybridpipe.comm.courier import courier_of
 from hybridpipe.comm.cuda_aware import cuda_aware
 from hybridpipe.comm.cuda_ipc import asked_for, neighbours, readers
 from hybridpipe.comm.exchange import RowExchange
-from hybridpipe.comm.groups import communicators
 from hybridpipe.comm.idle import cores_to_spare
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
@@ -92,7 +92,7 @@ class Worker:
         self.flushes = not plan.is_asynchronous  # each minibatch ends before the next begins
         self.communicators = communicators(world, plan)
         self.control = self.communicators.control
-        self._between = BetweenGroups(group, self.communicators) if group.count > 1 else None
+        self._between = BetweenGroups(group, self.communicators) if group.options.count > 1 else None
         self._everyone = self.control if self._between is None else self._between.everyone
         transport = FaultyTransport if faults.any_left() else MpiTransport
         peers, to_spare = self.communicators.peers, cores_to_spare(world)
@@ -334,7 +334,7 @@ class Worker:
             for done in self.executor.run(todo, Stream([minibatch], step)):
                 losses, events = done.losses, done.events
             count = len(minibatch.sizes)
-            numbers = blank(count * self.group.count)  # those of the first group come first
+            numbers = blank(count * self.group.options.count)  # those of the first group come first
             for m, loss in losses.items():
                 numbers[self.group.index * count + m] = loss
             self._settle()

@@ -311,8 +311,8 @@ def all_reduce() -> str:
     from mpi4py import MPI
 
     from hybridpipe.collectives.backends import open_collectives, suited, usable
+    from hybridpipe.comm.communicators import WatchedComm
     from hybridpipe.comm.gpus import own_device
-    from hybridpipe.comm.groups import WatchedComm
     from hybridpipe.planning.checks import AUTO_SYNC
 
     world = MPI.COMM_WORLD

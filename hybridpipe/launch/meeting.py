@@ -8,7 +8,7 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -16,8 +16,6 @@ import numpy as np
 
 from hybridpipe.comm.frames import Frame, Kind, keep_alive, receive, send
 from hybridpipe.notices import notices
-
-DTYPES = (np.float32, np.float64)  # of moves, by a frame's number
 
 
 @dataclass(eq=False)
@@ -123,13 +121,13 @@ class Meeting:
                 self._go_on()
             else:
                 what = f"group {group.index} trains {group.plan}; group {other.index} {other.plan}"
-                group.tell(rank, Frame(Kind.REFUSED, 0, f"{what}: give all of them the same".encode()))
+                group.tell(rank, Frame(Kind.REFUSED, f"{what}: give all of them the same".encode()))
         return group
 
     def _take(self, group: _Group, rank: int, frame: Frame) -> None:
         with self._lock:
             if frame.kind == Kind.MOVES:
-                group.moves[rank] = np.frombuffer(frame.content, DTYPES[frame.number])
+                group.moves[rank] = np.frombuffer(frame.content, frame.dtype)
                 self._go_on()
             elif frame.kind == Kind.CENTRE and group is self._giver:
                 self._centre[rank] = frame
@@ -170,28 +168,21 @@ class Meeting:
                 first = max(coming, key=lambda group: (group.step, -group.index))
                 self._there[first.index] = self._coming.pop(first.index)
                 takers = [group for group in coming if group is not first]
-                self._answer(first, Kind.WELCOME, dict.fromkeys(first.outboxes, b""), 0, takers)
+                self._answer(first, dict.fromkeys(first.outboxes, Frame(Kind.WELCOME)), takers)
             return
         if not all(len(group.moves) == group.size for group in there):
             return
-        sums = {rank: _sum(group.moves[rank] for group in there).data.cast("B") for rank in there[0].moves}
+        sums = {rank: _sum([group.moves[rank] for group in there]) for rank in there[0].moves}
         for group in there:
             group.moves = {}
-            self._answer(group, Kind.SUM, sums, len(there), coming if group is there[0] else [])
+            self._answer(group, sums, coming if group is there[0] else [])
 
-    def _answer(
-        self,
-        group: _Group,
-        kind: Kind,
-        contents: Mapping[int, bytes | memoryview],
-        count: int,
-        takers: list[_Group],
-    ) -> None:
-        """Answer all ranks of a group, and ask it for the centre if any group is to take that."""
+    def _answer(self, group: _Group, frames: Mapping[int, Frame], takers: list[_Group]) -> None:
+        """Answer each rank of a group, and ask it for the centre if any group is to take that."""
         if takers:
             self._giver, self._takers = group, takers
-        for rank, content in contents.items():
-            group.tell(rank, Frame(kind, 2 * count + bool(takers), content))
+        for rank, frame in frames.items():
+            group.tell(rank, frame._replace(asks=bool(takers)))
 
 
 def _write(connection: socket.socket, outbox: "SimpleQueue[Frame | None]") -> None:
@@ -203,9 +194,9 @@ def _write(connection: socket.socket, outbox: "SimpleQueue[Frame | None]") -> No
             return
 
 
-def _sum(moves: Iterable[np.ndarray]) -> np.ndarray:
+def _sum(moves: Sequence[np.ndarray]) -> Frame:
     first, *others = moves
     total = first.copy()
     for each in others:
         total += each
-    return total
+    return Frame(Kind.SUM, total.view(np.uint8).data, total.dtype.name, len(moves))

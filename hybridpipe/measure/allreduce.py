@@ -17,7 +17,7 @@ import torch
 from hybridpipe.collectives.backends import open_collectives
 from hybridpipe.collectives.horovod import CYCLE_TIME
 from hybridpipe.collectives.protocol import Collectives
-from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.communicators import WatchedComm
 from hybridpipe.comm.mpi_transport import MpiTransport
 from hybridpipe.device import Lanes
 from hybridpipe.measure.computing import Computing

@@ -8,11 +8,11 @@ Invariant: the centre is the same in all groups, bit for bit.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hybridpipe.comm.group_sums import SumsOverGroups
 from hybridpipe.comm.status import rank_status
 from hybridpipe.config.options import GroupOptions
 from hybridpipe.stage.state import CENTRE, OUTER_MOMENTUM, TRAVELLING
@@ -20,31 +20,6 @@ from hybridpipe.stage.state import CENTRE, OUTER_MOMENTUM, TRAVELLING
 ELASTIC_RATE = 0.9  # beta of EASGD, over the number of groups
 
 Kept = dict[str, Tensor]  # of a parameter, by the names of `stage.state`
-
-
-class SumsOverGroups(Protocol):
-    """Sums over the groups.
-
-    Attributes:
-        ranks: those that add up together, for reports.
-        count: number of groups in the last sum.
-        is_asked: groups have come that need the centre.
-        bytes_sent: by this rank to other groups so far.
-    """
-
-    ranks: tuple[int, ...]
-    count: int
-    is_asked: bool
-    bytes_sent: int
-
-    def join(self, step: int) -> Tensor | None:
-        """Come to the other groups; return their centre, flat, or None if they have this group's."""
-
-    def give(self, centre: Tensor) -> None:
-        """Hand this group's centre, flat, to groups that have come."""
-
-    def add_up(self, tensor: Tensor) -> Tensor:
-        """Add the other groups' numbers to a flat tensor on the CPU, in place, and return it."""
 
 
 class Centre:
@@ -107,13 +82,8 @@ class Centre:
                 self._apply(parameters, total)
                 self._give_if_asked()
 
-    def join(self, step: int) -> None:
-        """Come to the other groups, and take their centre if it is another one. Collective over a group.
-
-        Args:
-            step: minibatches in the weights.
-        """
-        given = self.sums.join(step)
+    def take(self, given: Tensor | None) -> None:
+        """Take the centre that other groups have given, if any; give this group's to those that ask."""
         if given is not None:
             for name, part in zip(self._given, given.chunk(len(self._given)), strict=True):
                 for p, numbers in _divided(self._parameters, part):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.collectives.protocol import Collectives, Handle
-from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.communicators import WatchedComm
 from hybridpipe.comm.status import rank_status
 from hybridpipe.planning.checks import COMPRESSIONS, NO_COMPRESSION
 from hybridpipe.planning.cost.formula import BUCKET_BYTES

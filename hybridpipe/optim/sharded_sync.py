@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridpipe.collectives.protocol import Collectives
-from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.communicators import WatchedComm
 from hybridpipe.optim.gradient_sync import MOST_ELEMENTS, Bucket, BucketSync, filled
 from hybridpipe.optim.shares import FlatBucket, ReplicaShares
 from hybridpipe.planning.checks import NO_COMPRESSION

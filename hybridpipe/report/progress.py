@@ -106,5 +106,12 @@ def hosts_line(hosts: Sequence[str]) -> str:
     return f"{counted(len(hosts), 'rank')} on {where}"
 
 
+def exchange_line(count: int, every: int, rule: str) -> str:
+    """Return a line about the groups of a training, each of which has a plan's ranks and time."""
+    often = "each update" if every == 1 else f"{every} updates"
+    exchange = f"they exchange weights after {often} ({rule}), which is in no prediction"
+    return f"{count} groups, each under the plan below; {exchange}"
+
+
 def _of(what: str, number: int, total: int | None) -> str:
     return f"{what} {number}" if total is None else f"{what} {number}/{total}"

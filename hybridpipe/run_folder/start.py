@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridpipe.checkpoint.snapshot import software
-from hybridpipe.comm.groups import this_host
+from hybridpipe.comm.communicators import this_host
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.optim.combined import kind_of
 from hybridpipe.report.tables import shown

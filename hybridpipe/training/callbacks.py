@@ -58,7 +58,7 @@ class Run:
     @property
     def num_groups(self) -> int:
         """Number of groups that each train a copy of the model."""
-        return self._trainer.group.count
+        return self._trainer.group.options.count
 
     @property
     def plan(self) -> Plan:

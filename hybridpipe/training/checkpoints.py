@@ -32,7 +32,7 @@ from hybridpipe.checkpoint.resume import (
     refuse_changed,
 )
 from hybridpipe.checkpoint.snapshot import Saver
-from hybridpipe.comm.groups import barrier_with_timeout
+from hybridpipe.comm.communicators import barrier_with_timeout
 from hybridpipe.comm.status import rank_status
 from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.data.samples import DRAWN_ANEW
@@ -176,7 +176,7 @@ class CheckpointManager:
             **self._sizes._asdict(),
             "microbatch_size": microbatch_size,
             "ranks": self._world.size,
-            "group": [self._group.index, self._group.count],
+            "group": [self._group.index, self._group.options.count],
             "past": asdict(self._metrics.past()),
             "settings": dict(self._settings()),
             "data": dict(self._data),

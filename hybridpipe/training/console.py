@@ -13,9 +13,9 @@ from typing import Any
 from tqdm import tqdm
 
 from hybridpipe import environment
-from hybridpipe.comm.mpi import MPI
+from hybridpipe.comm.training_group import TrainingGroup
 from hybridpipe.planning.plan import Plan
-from hybridpipe.report.progress import Progress, Speed, hosts_line, progress_line
+from hybridpipe.report.progress import Progress, Speed, exchange_line, hosts_line, progress_line
 from hybridpipe.report.tables import headline, plan_lines, unused_ranks
 from hybridpipe.report.words import rounded
 from hybridpipe.training.callbacks import Callback, Run
@@ -31,14 +31,14 @@ class Console(Callback):
     On a terminal a bar shows the minibatches; elsewhere a line does, every LINE_SECONDS.
 
     Args:
-        world: the ranks of the training.
+        group: the ranks of the training; of several groups all are alike.
         verbose: False to say nothing.
     """
 
-    def __init__(self, world: MPI.Comm, verbose: bool) -> None:
-        hosts = world.gather(platform.node())
+    def __init__(self, group: TrainingGroup, verbose: bool) -> None:
+        hosts = group.everyone.gather(platform.node())
         self._speaks = verbose and hosts is not None
-        self._num_ranks = world.size
+        self._num_ranks, self._groups = group.world.size, group.options
         self._bar: tqdm[Any] | None = None
         self._latest: MinibatchRecord | None = None
         if hosts is not None:
@@ -65,6 +65,8 @@ class Console(Callback):
         """
         if not self._speaks:
             return
+        if self._groups.count > 1:
+            self.say(exchange_line(self._groups.count, self._groups.every, self._groups.rule))
         name, unused = headline(plan, samples, self._num_ranks), unused_ranks(plan, self._num_ranks)
         if is_resumed:
             self.say(f"{name}, as before")

@@ -36,7 +36,7 @@ class Feed:
     def __init__(self, group: TrainingGroup, minibatch_size: int, options: DataOptions) -> None:
         self._world, self._seed, self._batch_size = group.everyone, options.seed, minibatch_size
         self._minibatch_size = group.share_of("minibatch_size", minibatch_size)
-        self._share = group.index, group.count
+        self._share = group.index, group.options.count
         self._num_workers, self._collate_fn = options.num_workers, options.collate_fn
 
     def training_set(self, dataset: Any, drop_last: bool = False) -> Source:

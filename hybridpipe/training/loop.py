@@ -188,7 +188,7 @@ class EpochLoop:
         minibatch, sums, seconds, made = travelling
         full = minibatch.num_samples == self._minibatch_size
         loss = sums.total()
-        samples = minibatch.num_samples * self._worker.group.count
+        samples = minibatch.num_samples * self._worker.group.options.count
         record = self._metrics.note(self._state.epoch, loss.mean, samples, seconds, full, made)
         self._progress.note(loss)
         # Every rank learns of wishes with this record, and none has trained beyond this step.

@@ -232,7 +232,7 @@ class Metrics:
         seconds = max(notes[rank]["full"] for rank in worker.plan.ranks)
         past = self.past()
         used = [notes[rank]["busy"] for rank in worker.plan.ranks]
-        predicted, groups = worker.plan.predicted, worker.group.count
+        predicted, groups = worker.plan.predicted, worker.group.options.count
         moved = Traffic(
             *(groups * sum(kind) for kind in zip(*(note["traffic"] for note in notes), strict=True))
         )

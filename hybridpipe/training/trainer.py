@@ -120,6 +120,8 @@ class Trainer(TrainerView):
         failure.install()
         wanted = gathered(plan, update, data, ranks, options)
         self.world = MPI.COMM_WORLD if wanted.ranks.world is None else wanted.ranks.world
+        valid.check_groups(wanted.ranks.groups, wanted.plan)
+        consistency.check_alike(self.world, {"groups": repr(wanted.ranks.groups)})  # they divide the ranks
         self.group = training_group(self.world, wanted.ranks.groups)
         rank_status.first_rank = self.group.first_rank
         model, numbers, *_ = build_alike(model, self.world)
@@ -137,10 +139,10 @@ class Trainer(TrainerView):
         facts = values(wanted.plan) | {"sync": wanted.ranks.sync, "hang_timeout": hang_timeout}
         del facts["source"]  # a path may differ where the plan does not
         facts |= {"minibatch_size": minibatch_size, "microbatch_size": microbatch_size, "seed": self.seed}
-        facts |= {"callbacks": names_of(self._callbacks), "groups": wanted.ranks.groups}
+        facts |= {"callbacks": names_of(self._callbacks)}
         consistency.check_arguments(self.world, model, loss, self.rule, wanted.given, metrics, **facts)
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
-        self._console = Console(self.world, verbose)
+        self._console = Console(self.group, verbose)
         rule, device, say = self.rule, self.device, self._console.say
         self._share = self.group.share_of("minibatch_size", minibatch_size)
         self._planner = Planner(
@@ -177,7 +179,7 @@ class Trainer(TrainerView):
         if self._worker is None:
             valid.check_flushes(self._planner.schedule)
         consistency.check_same_minibatch(self.world, inputs, targets)
-        if self.group.count > 1:
+        if self.group.options.count > 1:
             inputs, targets = self._share_of(inputs, targets)
         if self._worker is None:
             self._start(self._planner.plan_for(slice_minibatch(inputs, targets, self.microbatch_size)))
@@ -193,7 +195,7 @@ class Trainer(TrainerView):
         losses, events = worker.train(minibatch, state.step, self._updates)
         state.end_step(accumulates=not self._updates)
         loss, seconds = losses.total().mean, time.perf_counter() - began
-        samples = sum(minibatch.sizes) * self.group.count
+        samples = sum(minibatch.sizes) * self.group.options.count
         full, made = samples == self.minibatch_size, worker.executor.update.made
         self.metrics.keep(events, seconds, full)
         epoch = state.complete_epochs(self._share)
@@ -430,7 +432,7 @@ class Trainer(TrainerView):
 
     def _share_of(self, inputs: Tree, targets: Tree) -> tuple[Tree, Tree]:
         """Return this group's part of a minibatch that is in memory."""
-        index, count = self.group.index, self.group.count
+        index, count = self.group.index, self.group.options.count
         share = self.group.share_of("samples of a minibatch", num_samples(inputs=inputs, targets=targets))
         return split(inputs, share, count)[index], split(targets, share, count)[index]
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from hybridpipe import environment
 from hybridpipe.checkpoint.policy import Checkpointing
+from hybridpipe.config.options import GroupOptions, PlanOptions
 from hybridpipe.data.source import Source
 from hybridpipe.errors import UserError, shown
 from hybridpipe.model.held_part import held_part
@@ -241,6 +242,13 @@ def _overlaps(tensor: Tensor) -> bool:
             return True
         reach = stride * (size - 1) + reach
     return False
+
+
+def check_groups(groups: GroupOptions, plan: PlanOptions) -> None:
+    """Raise UserError for groups under a schedule that never stops updating."""
+    if groups.count > 1 and (plan.asynchronous or plan.schedule in ASYNCHRONOUS):
+        got = "asynchronous = True" if plan.asynchronous else plan.schedule
+        raise UserError(f"groups must have a synchronous schedule, got {got}")
 
 
 def check_flushes(schedule: str) -> None:

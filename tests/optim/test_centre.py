@@ -5,21 +5,21 @@ import threading
 import pytest
 import torch
 
+from hybridpipe.comm.group_sums import SumsOverGroups
 from hybridpipe.comm.status import rank_status
 from hybridpipe.config.options import GroupOptions
 from hybridpipe.optim.centre import Centre
 
 
-class Sums:
+class Sums(SumsOverGroups):
     """Adds up what as many threads as there are groups give at once."""
 
-    ranks, bytes_sent, is_asked = (0, 1), 0, False
-
     def __init__(self, meeting: "Meeting", index: int) -> None:
-        self.meeting, self.index, self.count = meeting, index, len(meeting.given)
+        super().__init__(len(meeting.given))
+        self.meeting, self.index = meeting, index
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.meeting.given[self.index] = tensor
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.meeting.given[self.index] = tensor.clone()
         self.meeting.barrier.wait()
         total = sum(self.meeting.given)
         self.meeting.barrier.wait()
@@ -143,15 +143,14 @@ def test_fragments_are_exchanged_in_turn():
     assert sums.sent == [[2.0 + 2], [1.0 + 3], [2.0 * 4], [1.0 * 4]]  # after updates 2, 4, 6 and 8
 
 
-class Alone:
+class Alone(SumsOverGroups):
     """The sums of one group, with what it has sent."""
 
-    ranks, count, bytes_sent, is_asked = (0,), 1, 0, False
-
     def __init__(self) -> None:
+        super().__init__(1)
         self.sent: list[list[float]] = []
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         self.sent.append(tensor.tolist())
         return tensor
 

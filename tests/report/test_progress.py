@@ -2,7 +2,14 @@
 
 import pytest
 
-from hybridpipe.report.progress import WINDOW_SECONDS, Progress, Speed, hosts_line, progress_line
+from hybridpipe.report.progress import (
+    WINDOW_SECONDS,
+    Progress,
+    Speed,
+    exchange_line,
+    hosts_line,
+    progress_line,
+)
 
 
 def test_a_line_about_a_minibatch_and_one_about_an_epoch():
@@ -62,3 +69,9 @@ def test_the_time_left_counts_validations_but_not_the_start():
     assert speed.seconds_left(10, now=52.0) == 10.0
     assert speed.seconds_left(10, now=56.0) == 30.0, "four seconds of validation"
     assert speed.seconds_left(0, now=56.0) is None
+
+
+def test_groups_say_how_often_they_exchange():
+    told = "they exchange weights after 8 updates (average), which is in no prediction"
+    assert exchange_line(2, 8, "average") == f"2 groups, each under the plan below; {told}"
+    assert "after each update (diloco)" in exchange_line(3, 1, "diloco")

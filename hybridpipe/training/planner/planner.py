@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpipe.collectives.backends import Usable, suited, usable
-from hybridpipe.comm.groups import this_host
+from hybridpipe.comm.communicators import this_host
 from hybridpipe.comm.idle import measure_together
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.progress_thread import needs_progress_thread
@@ -283,10 +283,8 @@ class Planner:
         """
         plan, choice = (self._given, None) if minibatch is None else self._made(minibatch)
         assert isinstance(plan, Plan)
-        if self._group.count > 1:
+        if self._group.options.count > 1:
             plan, self.microbatch_size = self._group.everyone.bcast((plan, self.microbatch_size))
-            if plan.is_asynchronous:
-                raise UserError(f"groups must have a synchronous schedule, got {plan.schedule}")
             if self._group.options.fragments > 1 and any(map(plan.splits, range(plan.num_stages))):
                 raise UserError("groups of stages that are split exchange all at once: leave fragments out")
         plan = synchronised(self.with_sync(plan), self.known_layers, self._rule.sync_batchnorm)

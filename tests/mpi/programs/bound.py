@@ -2,7 +2,7 @@
 
 import os
 
-from hybridpipe.comm.groups import default_num_threads, this_host
+from hybridpipe.comm.communicators import default_num_threads, this_host
 from hybridpipe.comm.idle import cores_to_spare
 from hybridpipe.comm.mpi import MPI
 

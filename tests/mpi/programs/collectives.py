@@ -6,7 +6,7 @@ import torch
 
 from hybridpipe.collectives import mpi
 from hybridpipe.collectives.backends import open_collectives, usable
-from hybridpipe.comm.groups import WatchedComm
+from hybridpipe.comm.communicators import WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.mpi_transport import MpiTransport
 

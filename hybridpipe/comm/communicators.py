@@ -1,4 +1,4 @@
-"""Groups: the communicators of a plan, each a private duplicate, so that no traffic mixes.
+"""Communicators of a plan, each a private duplicate, so that no traffic mixes.
 
 Every function takes its communicator as an argument; none uses MPI.COMM_WORLD.
 Invariant: a blocking call of a `WatchedComm` is entered in `status`, where the watchdog finds it.
