@@ -193,9 +193,8 @@ class SavedModel:
             for key, own in read_optimizer(StageState(file.forms, value), str(self.path / name)).items():
                 if kind in own.state:
                     found[key].append(_Part(file, f"optimizer.{key}.{kind}", own.part, own.held))
-        for name, first in (
-            self.tied.items() if found else ()
-        ):  # the optimizer knows a tensor by one of its names
+        # The optimizer knows a tensor by one of its names.
+        for name, first in self.tied.items() if found else ():
             for one, other in ((name, first), (first, name)):
                 if one in found:
                     found[other] = found[one]

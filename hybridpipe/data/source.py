@@ -42,8 +42,8 @@ class Source:
         shuffle: True for a random order; None: as the caller of `fit` says.
         drop_last: leave out the samples behind the last full minibatch.
         num_workers: processes that load ahead; None: as the Trainer says.
-        share: of several groups, the index of this one and their number: each takes its part of every
-            minibatch, as large as each other's, and what does not divide is left out.
+        group: the index of this group and the number of groups: each takes its part of every minibatch, as
+            large as each other's, and what does not divide is left out.
     """
 
     dataset: Any
@@ -52,7 +52,7 @@ class Source:
     shuffle: bool | None = None
     drop_last: bool = False
     num_workers: int | None = None
-    share: tuple[int, int] = (0, 1)
+    group: tuple[int, int] = (0, 1)
 
     @property
     def is_iterable(self) -> bool:
@@ -65,23 +65,23 @@ class Source:
         return self.collate_fn is not None
 
     def num_samples(self, minibatch_size: int) -> int | None:
-        """Return the number of samples of an epoch in this share; None where only the end shows it.
+        """Return the number of this group's samples in an epoch; None where only the end shows it.
 
         Args:
-            minibatch_size: of this share.
+            minibatch_size: of this group.
         """
         if self.is_iterable:
             return None
         sized: Any = self.dataset if self.sampler is None else self.sampler
-        return self._kept(len(sized), minibatch_size * self.share[1]) // self.share[1]
+        return self._kept(len(sized), minibatch_size * self.group[1]) // self.group[1]
 
     def order(self, minibatch_size: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-        """Return the indices of an epoch's samples in order, the same on every rank of this share.
+        """Return the indices of an epoch's samples in order, the same on every rank of this group.
 
         A sampler's draws from the generators of torch, NumPy and Python follow from seed and epoch.
 
         Args:
-            minibatch_size: of this share.
+            minibatch_size: of this group.
 
         Raises:
             UserError: the epoch holds no samples, or the sampler gives something else than their indices.
@@ -93,7 +93,7 @@ class Source:
                 seed_generators(random_key(seed, epoch, 0, AN_ORDER), CPU, python_too=True)
                 set_epoch(self.sampler, epoch)
                 indices = [_index(given) for given in islice(self.sampler, len(self.sampler))]
-        whole_size = minibatch_size * self.share[1]
+        whole_size = minibatch_size * self.group[1]
         kept = self._dealt(indices[: self._kept(len(indices), whole_size)], whole_size)
         if not kept:
             raise self.empty_epoch(whole_size)
@@ -111,8 +111,8 @@ class Source:
         )
 
     def _dealt(self, indices: list[int], minibatch_size: int) -> list[int]:
-        """Return this share's part of each minibatch."""
-        index, count = self.share
+        """Return this group's part of each minibatch."""
+        index, count = self.group
         dealt = []
         for start in range(0, len(indices), minibatch_size):
             minibatch = indices[start : start + minibatch_size]

@@ -23,6 +23,9 @@ def synchronised(plan: Plan, layers: Layers, together: int) -> Plan:
         ValueError: a stage with BatchNorm has other replicas, its schedule does not run them together, or the
             plan was made for another number.
     """
+    is_asked = together > 1 or any(spec.sync_batchnorm > 1 for spec in plan.stages)
+    if not is_asked and not any(isinstance(each, nn.SyncBatchNorm) for each in layers.model.modules()):
+        return plan  # as nearly always; a search asks for each plan that it has found
     stages = []
     for s, spec in enumerate(plan.stages):
         stage = layers.stage(spec.start, spec.stop)

@@ -36,7 +36,7 @@ class Feed:
     def __init__(self, group: TrainingGroup, minibatch_size: int, options: DataOptions) -> None:
         self._world, self._seed, self._batch_size = group.everyone, options.seed, minibatch_size
         self._minibatch_size = group.share_of("minibatch_size", minibatch_size)
-        self._share = group.index, group.options.count
+        self._group = group.index, group.options.count
         self._num_workers, self._collate_fn = options.num_workers, options.collate_fn
 
     def training_set(self, dataset: Any, drop_last: bool = False) -> Source:
@@ -49,12 +49,12 @@ class Feed:
             TypeError, ValueError: as `source_of`, or an IterableDataset cannot be loaded ahead.
         """
         source = self._source("dataset", dataset, self._batch_size)
-        if source.is_iterable and self._share[1] > 1:
+        if source.is_iterable and self._group[1] > 1:
             raise UserError(
                 "dataset is an IterableDataset, whose samples have no index by which groups could deal them: "
                 "give it __len__ and __getitem__, or leave groups out"
             )
-        return replace(source, drop_last=drop_last or source.drop_last, share=self._share)
+        return replace(source, drop_last=drop_last or source.drop_last, group=self._group)
 
     def held_out_set(self, name: str, dataset: Any) -> Source:
         """Return the source of a data set or DataLoader to evaluate on; its batch size may be any.

@@ -144,9 +144,18 @@ class Trainer(TrainerView):
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
         self._console = Console(self.group, verbose)
         rule, device, say = self.rule, self.device, self._console.say
-        self._share = self.group.share_of("minibatch_size", minibatch_size)
+        self._group_minibatch = self.group.share_of("minibatch_size", minibatch_size)
         self._planner = Planner(
-            wanted, model, numbers, loss, rule, self.group, device, self._share, microbatch_size, say
+            wanted,
+            model,
+            numbers,
+            loss,
+            rule,
+            self.group,
+            device,
+            self._group_minibatch,
+            microbatch_size,
+            say,
         )
         self._begin_state()
         if not self._planner.waits:
@@ -180,7 +189,7 @@ class Trainer(TrainerView):
             valid.check_flushes(self._planner.schedule)
         consistency.check_same_minibatch(self.world, inputs, targets)
         if self.group.options.count > 1:
-            inputs, targets = self._share_of(inputs, targets)
+            inputs, targets = self._dealt(inputs, targets)
         if self._worker is None:
             self._start(self._planner.plan_for(slice_minibatch(inputs, targets, self.microbatch_size)))
         worker, state = self._worker, self.state
@@ -198,7 +207,7 @@ class Trainer(TrainerView):
         samples = sum(minibatch.sizes) * self.group.options.count
         full, made = samples == self.minibatch_size, worker.executor.update.made
         self.metrics.keep(events, seconds, full)
-        epoch = state.complete_epochs(self._share)
+        epoch = state.complete_epochs(self._group_minibatch)
         return self.metrics.note(epoch, loss, samples, seconds, full, made).loss
 
     @contextmanager
@@ -293,13 +302,13 @@ class Trainer(TrainerView):
                 valid.warn_if_in_evaluation_mode(self.model)
             self.worker.zero_grad()
             noting = [] if on_minibatch is None else [OnMinibatch(on_minibatch)]
-            samples = dataset.num_samples(self._share)
-            steps = self.state.last_step(epochs, samples, self._share, max_steps)
+            samples = dataset.num_samples(self._group_minibatch)
+            steps = self.state.last_step(epochs, samples, self._group_minibatch, max_steps)
             run = Run(self, self._save, epochs, steps)
             callbacks = CallbackList([*self._callbacks, *noting, self._console], run)
             keeper = self._checkpoints.begin_fit(self.worker, checkpoint, self.microbatch_size, callbacks)
             validate = None if validation is None else partial(self._evaluate, validation, may_stop=True)
-            state, size = self.state, self._share
+            state, size = self.state, self._group_minibatch
             batches = partial(self._feed.epoch, self.worker, dataset, self.microbatch_size, shuffle, state)
             self._fitting = FitLoop(
                 self.worker, state, self.metrics, keeper, size, batches, validate, wanted, callbacks, breaks
@@ -430,7 +439,7 @@ class Trainer(TrainerView):
         valid.check_length_known(source, self.plan)
         self._checkpoints.check_data(facts)
 
-    def _share_of(self, inputs: Tree, targets: Tree) -> tuple[Tree, Tree]:
+    def _dealt(self, inputs: Tree, targets: Tree) -> tuple[Tree, Tree]:
         """Return this group's part of a minibatch that is in memory."""
         index, count = self.group.index, self.group.options.count
         share = self.group.share_of("samples of a minibatch", num_samples(inputs=inputs, targets=targets))

@@ -40,7 +40,7 @@ class TrainerView:
     state: TrainState
     metrics: Metrics
     rule: UpdateRule
-    _share: int  # samples of a minibatch that each group trains on
+    _group_minibatch: int  # samples of a minibatch that each group trains on
     _planner: Planner
     _checkpoints: CheckpointManager
     _worker: Worker | None
@@ -65,7 +65,7 @@ class TrainerView:
     @property
     def epoch(self) -> int:
         """Complete epochs."""
-        return self.state.complete_epochs(self._share)
+        return self.state.complete_epochs(self._group_minibatch)
 
     @property
     def stopped(self) -> bool:

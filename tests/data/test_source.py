@@ -249,7 +249,7 @@ def test_processes_do_not_load_an_iterable_data_set():
 def test_groups_take_their_parts_of_each_minibatch(shuffle):
     """Together they have the samples that one group would have, minibatch by minibatch, but for the rest."""
     whole = source_of("dataset", NUMBERS)
-    shares = [replace(whole, share=(index, 3)) for index in range(3)]
+    shares = [replace(whole, group=(index, 3)) for index in range(3)]
     order = whole.order(9, 0, 0, shuffle)
     dealt = [share.order(3, 0, 0, shuffle) for share in shares]
     assert [len(each) for each in dealt] == [share.num_samples(3) for share in shares] == [6, 6, 6]
@@ -259,6 +259,6 @@ def test_groups_take_their_parts_of_each_minibatch(shuffle):
 
 
 def test_a_short_minibatch_is_dealt_as_well():
-    share = replace(source_of("dataset", NUMBERS), share=(1, 2))
+    share = replace(source_of("dataset", NUMBERS), group=(1, 2))
     assert share.order(8, 0, 0, False) == [*range(8, 16), 18, 19]
     assert replace(share, drop_last=True).order(8, 0, 0, False) == [*range(8, 16)]

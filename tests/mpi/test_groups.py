@@ -74,7 +74,7 @@ def test_a_group_that_is_killed_comes_back_and_the_centre_is_the_formulas(tmp_pa
         begun, *first = lines("0-0")
         other, back = lines("1-0")[1:], lines("1-1")
         rejoined, *later = back
-        assert begun["kind"] == rejoined["kind"] == "join"
+        assert begun["kind"] == rejoined["kind"] == "take"
         counts = [each["count"] for each in first]
         alone = counts.index(1)
         returned = counts.index(2, alone)

@@ -1,7 +1,7 @@
 """Under `hybridpipe launch --groups 2`: train, and note each exchange; a rank of group 1 is killed once.
 
 Each rank writes DIR/GROUP-ATTEMPT-RANK.jsonl: the weights before an exchange, the centre after it, the number
-of groups, and the weights that it has joined with. Usage: lost_group.py DIR. Group 1 is killed after 7
+of groups, and the weights that it has taken when it came. Usage: lost_group.py DIR. Group 1 is killed after 7
 minibatches; group 0 waits after 20 until it is back.
 """
 
@@ -59,7 +59,7 @@ def noting(kind: str, method):
 
 
 Centre._apply = noting("exchange", Centre._apply)
-Centre.join = noting("join", Centre.join)
+Centre.take = noting("take", Centre.take)
 
 
 def on_minibatch(record) -> None:
