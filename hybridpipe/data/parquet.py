@@ -49,9 +49,14 @@ class Parquet(Dataset[Any]):
             raise UserError(f"{self.folder}: holds no *.parquet; every host must see this folder")
         parquet = _pyarrow_parquet()
         found = [parquet.read_metadata(file) for file in self._files]
-        self._columns = list(self._pair or found[0].schema.to_arrow_schema().names)
-        if missing := {*self._columns} - {*found[0].schema.to_arrow_schema().names}:
-            raise UserError(f"{self.folder}: has no column {', '.join(sorted(missing))}")
+        schemas = [each.schema.to_arrow_schema() for each in found]
+        self._columns = list(self._pair or schemas[0].names)
+        for file, schema in zip(self._files, schemas, strict=True):
+            if missing := {*self._columns} - {*schema.names}:
+                raise UserError(f"{file}: has no column {', '.join(sorted(missing))}")
+            for name in self._columns:
+                if (kind := schema.field(name).type) != (first := schemas[0].field(name).type):
+                    raise UserError(f"{file}: column {name} must hold {first} as in other files, got {kind}")
         self._groups = [(file, i) for file, meta in enumerate(found) for i in range(meta.num_row_groups)]
         sizes = [found[file].row_group(i).num_rows for file, i in self._groups]
         self._starts: list[int] = [0, *accumulate(sizes)]

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 FUNCTION, ROWS = "function.pkl", "rows"
-ROW_GROUP_BYTES = 2**20  # a rank reads whole groups, in any order
+# A rank reads whole groups of rows, in any order: of about 1 MiB, also where single rows are large.
+ROW_GROUPS = {"parquet.block.size": 2**20, "parquet.page.size.row.check.min": 1}
 EXECUTORS_SECONDS = 60.0  # in which executors come up, at the start or after one was lost
 DAEMONS_SECONDS = 60.0  # mpirun starts none on a host that has this one's address
 # mpirun calls its agent with a host's name and the command of the daemon there, of which this is the text.
@@ -100,6 +101,8 @@ def run(
         RuntimeError: a rank failed, or Spark lost a task; one line names it and its host.
     """
     positive_int("num_proc", num_proc)
+    if not callable(what) and not isinstance(what, (str, os.PathLike)):
+        raise UserError(f"what must be a function or the path of a config, got {what!r}")
     if data_frame is None and data_folder is not None:
         raise UserError("data_folder is for the rows of a data_frame, and none is given")
     if data_frame is not None and data_folder is None and not callable(what):
@@ -109,7 +112,7 @@ def run(
 
     context = SparkSession.builder.getOrCreate().sparkContext
     _wait_for_slots(context, num_proc)
-    with _parquet(data_frame, data_folder) as rows:
+    with _parquet(data_frame, data_folder, context) as rows:
         work = _work(what, num_proc, rows)
         tasks = context.parallelize(range(num_proc), num_proc).barrier()
         try:
@@ -139,7 +142,9 @@ def _wait_for_slots(context: SparkContext, num_proc: int) -> None:
 
 
 @contextlib.contextmanager
-def _parquet(data_frame: DataFrame | None, folder: str | os.PathLike[str] | None) -> Iterator[Path | None]:
+def _parquet(
+    data_frame: DataFrame | None, folder: str | os.PathLike[str] | None, context: SparkContext
+) -> Iterator[Path | None]:
     """Write the rows, and yield their folder; a temporary one is gone afterwards."""
     if data_frame is None:
         yield None
@@ -148,8 +153,36 @@ def _parquet(data_frame: DataFrame | None, folder: str | os.PathLike[str] | None
         path = Path(scratch, ROWS) if folder is None else Path(folder).absolute()
         if path.exists():
             raise UserError(f"data_folder must be a new folder, and {path} exists")
-        data_frame.write.option("parquet.block.size", ROW_GROUP_BYTES).parquet(path.as_uri())
+        try:
+            num_rows = _write(data_frame, path)
+        except Exception as error:  # of Spark or a function of the user's in the frame
+            shutil.rmtree(path, ignore_errors=True)
+            raise RuntimeError(_spark_reason(str(error), context)) from None
+        _check_all_here(path, num_rows)
         yield path
+
+
+def _write(data_frame: DataFrame, path: Path) -> int:
+    """Write the rows, each executor its own ones; return their number."""
+    from pyspark.sql import Observation
+    from pyspark.sql.functions import count, lit
+
+    seen = Observation()
+    observed = data_frame.observe(seen, count(lit(1)).alias(ROWS))
+    observed.write.options(**ROW_GROUPS).parquet(path.as_uri())
+    return int(seen.get[ROWS])
+
+
+def _check_all_here(path: Path, num_rows: int) -> None:
+    """Raises UserError if another host has kept rows on a disk of its own."""
+    from pyarrow.parquet import read_metadata
+
+    here = sum(read_metadata(file).num_rows for file in path.glob("*.parquet"))
+    if here != num_rows:
+        shutil.rmtree(path, ignore_errors=True)
+        raise UserError(
+            f"data_folder must be on a disk that all hosts share: this one sees {here} of {num_rows} rows"
+        )
 
 
 def _work(what: Callable[..., Any] | str | os.PathLike[str], num_ranks: int, rows: Path | None) -> _Work:

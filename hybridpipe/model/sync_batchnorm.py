@@ -13,6 +13,14 @@ from hybridpipe.planning.plan import Plan, StageSpec
 from hybridpipe.torch_private import AnyBatchNorm
 
 
+def check_has_norms(model: nn.Module, together: int) -> None:
+    """Raises ValueError where nothing of a model would be normalised together."""
+    if together > 1 and not any(isinstance(each, AnyBatchNorm) for each in model.modules()):
+        raise ValueError(
+            f"sync_batchnorm must be 1 for a model without a BatchNorm layer of torch's, got {together}"
+        )
+
+
 def synchronised(plan: Plan, layers: Layers, together: int) -> Plan:
     """Return the plan whose stages say how many of their replicas normalise together.
 
@@ -26,17 +34,23 @@ def synchronised(plan: Plan, layers: Layers, together: int) -> Plan:
     is_asked = together > 1 or any(spec.sync_batchnorm > 1 for spec in plan.stages)
     if not is_asked and not any(isinstance(each, nn.SyncBatchNorm) for each in layers.model.modules()):
         return plan  # as nearly always; a search asks for each plan that it has found
-    stages = []
+    stages, given = [], f"the training has sync_batchnorm = {together}"
     for s, spec in enumerate(plan.stages):
         stage = layers.stage(spec.start, spec.stop)
         found = _together(stage.module, spec, together, f"stage {s} of plan {plan.name}")
+        if together == 1 < found:
+            given = f"nn.SyncBatchNorm normalises all replicas of stage {s} together"
         if spec.sync_batchnorm not in (1, found):
             raise ValueError(
-                f"stages[{s}].sync_batchnorm must be {found}, as the training has sync_batchnorm = "
-                f"{together}, got {spec.sync_batchnorm}"
+                f"stages[{s}].sync_batchnorm must be {found}, as {given}, got {spec.sync_batchnorm}"
             )
         stages.append(replace(spec, sync_batchnorm=found))
-    return plan if tuple(stages) == plan.stages else replace(plan, stages=tuple(stages))
+    if tuple(stages) == plan.stages:
+        return plan
+    try:
+        return replace(plan, stages=tuple(stages))
+    except ValueError as error:
+        raise ValueError(f"{error}; {given}") from None
 
 
 def _together(module: nn.Module, spec: StageSpec, together: int, where: str) -> int:

@@ -2,11 +2,12 @@
 
 Knows modules and an exchange among replicas; no plan. A module stays what it is: while a stage runs, its own
 forward meets another `batch_norm` than torch's. Source: Zhang et al., CVPR 2018 (MegDet, section 3.2).
-Invariant: replicas add up the same sums in the same order; one without a microbatch follows the first.
+Invariant: replicas add up the same sums in the same order, which the first pass of each kind checks; one
+without a microbatch follows the first replica's announcements.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hybridpipe.errors import UserError
 from hybridpipe.torch_private import AnyBatchNorm, verify_batch_size
 
-_END, _FORWARD, _AGAIN, _BACKWARD = range(4)  # what a replica without a microbatch is told to join
-_HEAD = 3  # numbers that lead each sum and tell whether all are in the same one
+_END, _FORWARD, _AGAIN, _BACKWARD = range(4)  # kinds of places
 _Forward = Callable[..., Tensor]
 
 
@@ -42,11 +42,16 @@ class ReplicaSums(Protocol):
 
 
 class _Place(NamedTuple):
-    """A sum's place in a pass."""
+    """A sum's place in a pass, or a pass's end.
+
+    Args:
+        number: of the layer; of an end the kind of its pass, which is that of its first places.
+        num_dimensions: of the layer's input; of an end 0.
+    """
 
     kind: int
-    number: int  # of the layer
-    num_dimensions: int  # of its input
+    number: int
+    num_dimensions: int = 0
 
 
 class _Norm(NamedTuple):
@@ -77,13 +82,14 @@ class SyncBatchNorms:
         named = module.named_modules()
         self._norms = [_Norm(path, each) for path, each in named if isinstance(each, AnyBatchNorm)]
         self._sums, self._num_microbatches = sums, 0
-        self._kind, self._is_present, self._others_join = _FORWARD, True, False
+        self._pass, self._calls, self._is_announced = _END, list[_Place](), False
+        self._told: _Place | None = None  # announced, and not yet summed
+        self._is_inside = False  # a layer
         self.renew()
 
     def renew(self) -> None:
-        """Forget the order in which a forward calls the layers, since their modes may have changed."""
-        self._order: list[int] | None = None
-        self._calls: list[int] = []
+        """Forget which sums passes make, since modes of the layers may have changed."""
+        self._orders: dict[int, list[_Place]] = {}  # of the first pass of each kind
 
     @property
     def bytes_sent(self) -> int:
@@ -99,17 +105,18 @@ class SyncBatchNorms:
         """Let the layers normalise together inside this context, which runs a microbatch's forward.
 
         Args:
-            again: it has run before, and a backward follows.
+            again: it has run before, and its backward follows.
 
         Raises:
-            UserError: it calls the layers in another order than the forwards before.
+            UserError: it calls other layers than the forwards before or those of other replicas, or
+                normalises outside of them.
         """
-        self._begin_pass(microbatch, _AGAIN if again else _FORWARD)
-        with self._calling([partial(self._call, i, norm.own_forward) for i, norm in enumerate(self._norms)]):
+        kind = _AGAIN if again else _FORWARD
+        self._begin_pass(microbatch, kind)
+        others = nullcontext() if kind in self._orders else _InPlaceOfTorchs(self._refuse_outside)
+        own = [partial(self._call, i, norm.own_forward) for i, norm in enumerate(self._norms)]
+        with self._calling(own), others:
             yield
-        if self._order is not None and self._calls != self._order:
-            raise self._in_another_order()
-        self._order = self._calls
         if not again:
             self._end_pass()
 
@@ -120,21 +127,22 @@ class SyncBatchNorms:
         Raises:
             UserError: it calls a layer, as an activation checkpoint does.
         """
-        self._begin_pass(microbatch, _BACKWARD)
+        if self._pass != _AGAIN:
+            self._begin_pass(microbatch, _BACKWARD)
         with self._calling([partial(_refuse_call, norm, norm.own_forward) for norm in self._norms]):
             yield
         self._end_pass()
 
     def join(self) -> None:
         """Take part in a pass of the other replicas, without a microbatch."""
-        self._is_present, self._calls = False, []
-        while (place := self._announced(_Place(_END, 0, 0))).kind != _END:
-            if place.kind == _FORWARD:
-                self._join_forward(place)
+        self._pass, self._calls, self._is_announced = _END, [], True
+        while (told := self._announced(_Place(_END, _END))).kind != _END:
+            self._told = told
+            if told.kind == _FORWARD:
+                self._join_forward(told)
             else:
-                self._sum(place, torch.zeros(self._width(place), dtype=torch.float64))
-        if self._calls:
-            self._order = self._calls
+                self._sum(told, torch.zeros(self._width(told), dtype=torch.float64))
+        self._orders.setdefault(told.number, [*self._calls, told])
 
     @torch.no_grad()
     def _join_forward(self, place: _Place) -> None:
@@ -143,7 +151,6 @@ class SyncBatchNorms:
         shape = 0, norm.module.num_features, *[1] * (place.num_dimensions - 2)
         tensors = [*norm.module.parameters(recurse=False), *norm.module.buffers(recurse=False)]
         empty = torch.empty(shape, device=tensors[0].device if tensors else None)
-        self._kind = _FORWARD
         self._call(place.number, norm.own_forward, empty)
 
     def _width(self, place: _Place) -> int:
@@ -152,12 +159,12 @@ class SyncBatchNorms:
 
     def _begin_pass(self, microbatch: int, kind: int) -> None:
         first = microbatch - microbatch % self._sums.size
-        self._kind, self._is_present, self._calls = kind, True, []
-        self._others_join = first + self._sums.size > self._num_microbatches
+        others_join = first + self._sums.size > self._num_microbatches
+        self._pass, self._calls, self._is_announced = kind, [], others_join or kind not in self._orders
 
     def _end_pass(self) -> None:
-        if self._others_join:
-            self._announced(_Place(_END, 0, 0))
+        self._go_to(_Place(_END, self._pass))
+        self._orders[self._pass], self._pass = self._calls, _END
 
     @contextmanager
     def _calling(self, forwards: Sequence[_Forward]) -> Iterator[None]:
@@ -176,11 +183,14 @@ class SyncBatchNorms:
     def _call(self, number: int, forward: _Forward, *args: Any, **kwargs: Any) -> Tensor:
         """Call a layer's own forward, in which the replicas' samples are normalised together."""
         norm, num_calls = self._norms[number], len(self._calls)
-        if not norm.module.training:
-            return forward(*args, **kwargs)
-        with _InPlaceOfTorchs(partial(self._batch_norm, number)):
-            made = forward(*args, **kwargs)
-        if len(self._calls) == num_calls:
+        together = partial(self._batch_norm, number)
+        try:
+            self._is_inside = True
+            with _InPlaceOfTorchs(together) if norm.module.training else nullcontext():
+                made = forward(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        if norm.module.training and len(self._calls) == num_calls:
             raise UserError(
                 f"the BatchNorm {norm.path} ({type(norm.module).__name__}) does not call torch's batch_norm, "
                 "so replicas cannot normalise together: set sync_batchnorm = 1"
@@ -200,8 +210,8 @@ class SyncBatchNorms:
         eps: float = 1e-5,
     ) -> Tensor:
         """Normalise as torch's `batch_norm` does, by the statistics of all replicas' samples."""
-        self._note_call(number)
-        total = self._sum(_Place(self._kind, number, x.dim()), _moments(x))
+        kind = _AGAIN if self._pass == _AGAIN else _FORWARD
+        total = self._sum(_Place(kind, number, x.dim()), _moments(x))
         count = float(total[0])
         if count <= 1:
             verify_batch_size(torch.Size([1, *x.shape[1:]]))  # raises torch's own error
@@ -217,38 +227,38 @@ class SyncBatchNorms:
         normalised: Tensor = _Normalise.apply(common, x, weight, bias)  # type: ignore[no-untyped-call]
         return normalised
 
-    def _note_call(self, number: int) -> None:
-        at = len(self._calls)
-        self._calls.append(number)
-        if self._order is not None and self._order[at : at + 1] != [number]:
-            raise self._in_another_order()
-
-    def _in_another_order(self) -> UserError:
-        paths, called = ([self._norms[i].path for i in each] for each in (self._order or (), self._calls))
-        return UserError(
-            "with sync_batchnorm each forward must call the BatchNorm layers of a stage in the same order: "
-            f"{', '.join(paths)}; one called {', '.join(called) or 'none'}"
+    def _refuse_outside(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._is_inside:  # a layer in evaluation, which normalises as it likes
+            return F.batch_norm(*args, **kwargs)
+        raise UserError(
+            "the model calls batch_norm outside of a BatchNorm layer, where replicas cannot normalise "
+            "together: make it a layer, such as nn.BatchNorm2d, or set sync_batchnorm = 1"
         )
 
     def _sum(self, place: _Place, numbers: Tensor) -> Tensor:
-        """Return the sum of the replicas' numbers, in float64 on the CPU; UserError if places differ."""
-        if self._is_present and (self._others_join or self._order is None):
-            self._check(self._announced(place), place)
-        tag = len(_Place._fields) * place.number + place.kind
-        head = torch.tensor([1, tag, tag * tag], dtype=torch.float64) * self._is_present
-        total = self._sums.sum(torch.cat([head, numbers.to("cpu", torch.float64)]))
-        count, tags, squares = total[:_HEAD].tolist()
-        if count * squares != tags * tags:
-            raise self._in_another_order()
-        return total[_HEAD:]
+        """Return the sum of the replicas' numbers, in float64 on the CPU."""
+        self._go_to(place)
+        return self._sums.sum(numbers.to("cpu", torch.float64))
+
+    def _go_to(self, place: _Place) -> None:
+        """Go to the next place; UserError unless it is that of passes before and of the first replica."""
+        order = self._orders.get(self._pass)
+        expected = place if order is None else order[len(self._calls)]
+        if expected == place and self._is_announced:
+            expected, self._told = self._told or self._announced(place), None
+        if expected != place:
+            raise UserError(
+                "with sync_batchnorm all microbatches must call the BatchNorm layers of a stage in one "
+                f"order: one calls {self._name(place)} where another calls {self._name(expected)}"
+            )
+        self._calls.append(place)
 
     def _announced(self, place: _Place) -> _Place:
         """Return the place that the first replica announces; this one's own if it is the first."""
         return _Place(*self._sums.from_first(torch.tensor(place)).tolist())
 
-    def _check(self, announced: _Place, own: _Place) -> None:
-        if announced != own:
-            raise self._in_another_order()
+    def _name(self, place: _Place) -> str:
+        return "none" if place.kind == _END else self._norms[place.number].path
 
 
 class _InPlaceOfTorchs(TorchFunctionMode):

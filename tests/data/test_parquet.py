@@ -72,6 +72,20 @@ def test_what_cannot_be_a_tensor_is_refused(folder, columns, said):
         Parquet(folder, *columns)[0]
 
 
+@pytest.mark.parametrize(
+    "column, said",
+    [
+        ({"y": [1.0]}, "b.parquet: has no column x"),
+        ({"x": [1]}, "b.parquet: column x must hold double as in other files, got int64"),
+    ],
+)
+def test_files_with_other_columns_are_refused(tmp_path, column, said):
+    pq.write_table(pa.table({"x": [1.0]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table(column), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match=said):
+        Parquet(tmp_path)
+
+
 def test_null_is_refused(tmp_path):
     pq.write_table(pa.table({"x": [1.0, None]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="column x must hold numbers, got null"):

@@ -145,6 +145,26 @@ class TestInSpark:
         assert hosts in (["h0", "h0", "h1", "h1"], ["h1", "h1", "h0", "h0"])
         assert equal(ends[0][0], weights_of_mpirun(rows, tmp_path))
 
+    def test_row_groups_are_small_where_rows_are_large(self, spark, tmp_path):
+        """Spark looks at a group's size after 100 rows, unless told otherwise."""
+        from pyarrow.parquet import read_metadata
+        from pyspark.sql.functions import array_repeat, rand
+
+        frame = spark(LOCAL).range(200, numPartitions=1).select(array_repeat(rand(1), 10_000).alias("x"))
+        frame = frame.selectExpr("transform(x, (y, i) -> y * sqrt(i)) as x")  # what does not compress
+        assert launched._write(frame, tmp_path / "rows") == 200
+        (file,) = (tmp_path / "rows").glob("*.parquet")
+        groups = [read_metadata(file).row_group(i) for i in range(read_metadata(file).num_row_groups)]
+        assert max(group.total_byte_size for group in groups) < 3 * 2**20
+
+    def test_rows_that_cannot_be_made_are_told_in_one_line(self, spark, tmp_path):
+        from pyspark.sql.functions import udf
+
+        frame = spark(LOCAL).range(9).select(udf(lambda number: 1 // 0, "long")("id").alias("x"))
+        with one_line("Spark: ZeroDivisionError: "):
+            launched.run(print, 2, frame, data_folder=tmp_path / "rows")
+        assert not (tmp_path / "rows").exists()
+
     def test_a_function_without_rows_returns_a_value_by_rank(self, spark):
         def place():
             from mpi4py import MPI
@@ -228,6 +248,21 @@ class TestInSpark:
             launched.run(print, 5)
 
 
+def test_rows_that_another_host_has_kept_are_missed(tmp_path):
+    """A temporary folder is one for each host, and those of others were left out without a word."""
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    pq.write_table(pa.table({"x": [1.0, 2.0]}), rows / "part-0.parquet")
+    launched._check_all_here(rows, 2)
+    with pytest.raises(UserError) as raised:
+        launched._check_all_here(rows, 5)
+    assert str(raised.value) == (
+        "data_folder must be on a disk that all hosts share: this one sees 2 of 5 rows"
+    )
+    assert not rows.exists()
+
+
 def test_without_pyspark_the_remedy_is_named(tmp_path):
     (tmp_path / "pyspark.py").write_text("raise ModuleNotFoundError(name='pyspark')")
     code = "import hybridpipe\ntry: hybridpipe.spark.run(print, 2)\nexcept ValueError as e: print(e)"
@@ -248,3 +283,8 @@ def test_without_pyspark_the_remedy_is_named(tmp_path):
 def test_mistakes_are_refused_before_spark_starts(given, said):
     with pytest.raises(ValueError, match=said):
         launched.run("digits.toml", **given)
+
+
+def test_only_a_function_or_a_path_is_run():
+    with pytest.raises(UserError, match="what must be a function or the path of a config, got 3"):
+        launched.run(3, 2)

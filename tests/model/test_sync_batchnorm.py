@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from hybridpipe.model.layers import known_layers
-from hybridpipe.model.sync_batchnorm import synchronised
+from hybridpipe.model.sync_batchnorm import check_has_norms, synchronised
 from hybridpipe.planning.plan import Plan, StageSpec
 
 
@@ -92,23 +92,32 @@ def test_a_plan_without_batchnorm_stays_the_same_object():
         ),
         (
             plan(2, schedule="pipedream-2bw"),
+            model(nn.SyncBatchNorm),
+            1,
+            "stages[0].sync_batchnorm must be 1 under pipedream-2bw, got 2: it goes with 1f1b, gpipe, "
+            "zero-bubble; nn.SyncBatchNorm normalises all replicas of stage 0 together",
+        ),
+        (
+            plan(2, schedule="pipedream-2bw"),
             model(),
             2,
             "stages[0].sync_batchnorm must be 1 under pipedream-2bw, got 2: it goes with 1f1b, gpipe, "
-            "zero-bubble",
+            "zero-bubble; the training has sync_batchnorm = 2",
         ),
         (
             plan(2, zero=2),
             model(),
             2,
-            "stages[0].sync_batchnorm must be 1 where zero is 2, got 2: set zero = 1",
+            "stages[0].sync_batchnorm must be 1 where zero is 2, got 2: set zero = 1; the training "
+            "has sync_batchnorm = 2",
         ),
         (
             plan(2, max_in_flight=1),
             model(),
             2,
             "max_in_flight must not be given where stages synchronise BatchNorm, got 1: replicas wait for "
-            "each other in each pass, so they must have enough in flight",
+            "each other in each pass, so they must have enough in flight; the training has sync_batchnorm = "
+            "2",
         ),
     ],
 )
@@ -116,3 +125,14 @@ def test_what_cannot_normalise_together_is_refused_in_a_line(made, layers, toget
     with pytest.raises(ValueError) as raised:
         synchronised(made, known_layers(layers), together)
     assert str(raised.value) == told
+
+
+def test_a_number_for_a_model_without_batchnorm_is_refused():
+    """It had no effect, as with norms of a user's own."""
+    check_has_norms(model(), 2)
+    check_has_norms(model(nn.LayerNorm), 1)
+    with pytest.raises(ValueError) as raised:
+        check_has_norms(model(nn.LayerNorm), 2)
+    assert str(raised.value) == (
+        "sync_batchnorm must be 1 for a model without a BatchNorm layer of torch's, got 2"
+    )

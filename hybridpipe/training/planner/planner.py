@@ -34,7 +34,7 @@ from hybridpipe.measure.memory import memory_of_ranks
 from hybridpipe.model.deferred_init.deferred import Numbers
 from hybridpipe.model.experts import Experts, experts_of, split_by
 from hybridpipe.model.layers import Layers, known_layers, layers_of
-from hybridpipe.model.sync_batchnorm import synchronised
+from hybridpipe.model.sync_batchnorm import check_has_norms, synchronised
 from hybridpipe.model.tensor_plan import SplitModule, called_whole, parts_by, split_modules_of
 from hybridpipe.notices import notices
 from hybridpipe.optim.update import UpdateRule
@@ -131,6 +131,7 @@ class Planner:
         self._leads = group.leads
         request = _shareable(request, model, rule, group)
         self._request, self._model, self._loss, self._rule = request, model, loss, rule
+        check_has_norms(model, rule.sync_batchnorm)
         self._layers: Layers | None = known_layers(model, rule.arithmetic)  # None before a recording
         self._predicts = request.predict or memory is not None
         self._memory_bytes = None if memory is None else memory_bytes("memory", memory)

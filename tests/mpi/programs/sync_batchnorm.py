@@ -20,12 +20,7 @@ from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
 from hybridpipe.model.layers import layers_of
 from tests.mpi.programs.exactness import compare
 
-MINIBATCH, MICROBATCH, SAMPLES, EPOCHS = (
-    12,
-    2,
-    41,
-    2,
-)  # the last minibatch has 5 samples
+MINIBATCH, MICROBATCH, EPOCHS = 12, 2, 2
 SCHEDULES = {
     "1f1b": {"schedule": "1f1b"},
     "gpipe": {"schedule": "gpipe"},
