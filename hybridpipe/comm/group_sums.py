@@ -13,7 +13,7 @@ from hybridpipe.comm.communicators import WatchedComm
 from hybridpipe.comm.mpi import MPI
 from hybridpipe.comm.training_group import TrainingGroup
 
-PIECE_ELEMENTS = 2**24  # of a tensor at a time, which bounds the memory for copies
+PIECE_ELEMENTS = 2**22  # of a tensor at a time, which bounds the memory for copies
 PAUSES_SECONDS = 5e-5, 2e-3  # between two polls, at first and at most: computing goes on meanwhile
 
 
@@ -45,16 +45,18 @@ class SumsOverGroups:
                 returned.
         """
         if self._replicas is None:
-            return tensor.copy_(self._sum(tensor))
+            self._sum(tensor)
+            return tensor
         share = -(-len(tensor) // self._replicas.size)
         padded = tensor.new_zeros(self._replicas.size, share)
         padded.view(-1)[: len(tensor)] = tensor
-        own = self._sum(padded[self._replicas.rank])
-        complete(self._replicas.Iallgather(buffer(own), buffer(padded)))
+        own = padded[self._replicas.rank]
+        self._sum(own)
+        complete(self._replicas.Iallgather(MPI.IN_PLACE, buffer(padded)))
         return tensor.copy_(padded.view(-1)[: len(tensor)])
 
-    def _sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the groups of what this rank sends."""
+    def _sum(self, tensor: Tensor) -> None:
+        """Add the other groups' numbers to what this rank sends, in place."""
         raise NotImplementedError
 
     def join(self, step: int, plan: str, takes_part: bool) -> Tensor | None:
@@ -93,11 +95,11 @@ class GroupSums(SumsOverGroups):
         super().free()
         self._peers.Free()
 
-    def _sum(self, tensor: Tensor) -> Tensor:
-        pieces = (tensor[at : at + PIECE_ELEMENTS] for at in range(0, len(tensor), PIECE_ELEMENTS))
-        return torch.cat([tensor[:0], *map(self._sum_of_piece, pieces)])
+    def _sum(self, tensor: Tensor) -> None:
+        for at in range(0, len(tensor), PIECE_ELEMENTS):
+            self._sum_piece(tensor[at : at + PIECE_ELEMENTS])
 
-    def _sum_of_piece(self, piece: Tensor) -> Tensor:
+    def _sum_piece(self, piece: Tensor) -> None:
         """Add up an equal part of each group, then gather the parts."""
         share = -(-len(piece) // self.count)
         own = piece.new_zeros(self.count, share)
@@ -109,7 +111,7 @@ class GroupSums(SumsOverGroups):
             total += numbers
         complete(self._peers.Iallgather(buffer(total), buffer(theirs)))
         self.bytes_sent += 2 * (self.count - 1) * total.nbytes
-        return theirs.view(-1)[: len(piece)]
+        piece.copy_(theirs.view(-1)[: len(piece)])
 
 
 def content(tensor: Tensor) -> memoryview:

@@ -208,6 +208,12 @@ class GroupOptions:
         if self.delay >= self.every:
             raise ValueError(f"delay must be < every = {self.every}, got {self.delay}")
 
+    @property
+    def memory_factor(self) -> float:
+        """Memory in units of the weights: centre, the momentum of "diloco", and a fragment on its way."""
+        kept = 2 if self.rule == "diloco" else 1
+        return 0.0 if self.count == 1 else kept + 1 / self.fragments
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:

@@ -5,7 +5,7 @@ and LeCun 2015), DiLoCo (Douillard et al. 2023), Streaming DiLoCo (Douillard et 
 Invariant: the centre is the same in all groups, bit for bit.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -73,7 +73,7 @@ class Centre:
             begin = number * options.every // options.fragments
             if self._is_due(begin, done, new):
                 parameters = self._fragment(number)
-                moves = _flat(p.detach() - self._kept[p][CENTRE] for p in parameters)
+                moves = _flat(parameters, lambda p: p.detach() - self._kept[p][CENTRE])
                 self._travelling[number] = parameters, self._thread.submit(self.sums.add_up, moves)
             if number in self._travelling and self._is_due(begin + options.delay, done, new):
                 parameters, future = self._travelling.pop(number)
@@ -94,9 +94,11 @@ class Centre:
 
     def _give_if_asked(self) -> None:
         if self.sums.is_asked:
-            kept = [self._kept[p] for p in self._parameters]
-            each = (of_p.get(name, torch.zeros_like(of_p[CENTRE])) for name in self._given for of_p in kept)
-            self.sums.give(_flat(each))
+            self.sums.give(torch.cat([_flat(self._parameters, self._kept_as(name)) for name in self._given]))
+
+    def _kept_as(self, name: str) -> Callable[[Tensor], Tensor]:
+        """Return what gives the tensor of that name of a parameter; zeros where there is none yet."""
+        return lambda p: self._kept[p].get(name, torch.zeros_like(self._kept[p][CENTRE]))
 
     @property
     def _given(self) -> tuple[str, ...]:
@@ -123,7 +125,7 @@ class Centre:
             coming = [p for p in self._fragment(number) if TRAVELLING in self._kept[p]]
             if coming:
                 arrived = Future[Tensor]()
-                arrived.set_result(_flat(self._kept[p].pop(TRAVELLING) for p in coming))
+                arrived.set_result(_flat(coming, lambda p: self._kept[p].pop(TRAVELLING)))
                 self._travelling[number] = coming, arrived
 
     @contextmanager
@@ -192,18 +194,29 @@ def _numbers(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
-def _divided(parameters: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter with its part of a flat tensor."""
+def _parts(parameters: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each parameter with its part of a flat tensor, in place."""
     at = 0
     for p in parameters:
         numbers = _numbers(p)
         part = flat[at : at + numbers.numel()].view(numbers.shape)
         at += numbers.numel()
-        yield p, (torch.view_as_complex(part) if p.is_complex() else part).to(p.device)
+        yield p, torch.view_as_complex(part) if p.is_complex() else part
 
 
-def _flat(tensors: Iterator[Tensor]) -> Tensor:
-    """Return tensors as one of one dimension, on the CPU, in the widest dtype among them."""
-    flat = [torch.empty(0), *(_numbers(tensor).reshape(-1).cpu() for tensor in tensors)]
-    kind = max((each.dtype for each in flat), key=lambda dtype: dtype.itemsize)
-    return torch.cat([each.to(kind) for each in flat])
+def _divided(parameters: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each parameter with its part of a flat tensor, on its device."""
+    return ((p, part.to(p.device)) for p, part in _parts(parameters, flat))
+
+
+def _flat(parameters: Sequence[Tensor], made: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a tensor for each parameter, as one of one dimension, on the CPU, in the widest dtype.
+
+    They are made one by one, so that memory is needed once.
+    """
+    kinds = [torch.float32, *(_numbers(p).dtype for p in parameters)]
+    kind = max(kinds, key=lambda dtype: dtype.itemsize)
+    flat = torch.empty(sum(_numbers(p).numel() for p in parameters), dtype=kind)
+    for p, part in _parts(parameters, flat):
+        part.copy_(made(p))
+    return flat

@@ -39,6 +39,12 @@ def test_another_number_of_groups_begins_with_the_centre(job, tmp_path):
     assert "resumed with the centre; as before" in printed
 
 
+def test_predicted_memory_has_the_centre_its_momentum_and_what_travels(job):
+    """Plans that leave no room for them are refused."""
+    printed = job(4, "groups.py", "--predicted").stdout
+    assert "{'none': 0.0, 'average': 2.0, 'diloco': 3.0}" in printed
+
+
 def test_what_groups_cannot_do_is_refused(job):
     lines = job(4, "groups.py", "--refused").stdout.splitlines()
     told = dict(line.split(": ", 1) for line in lines if ": " in line)

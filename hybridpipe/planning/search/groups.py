@@ -12,6 +12,8 @@ from hybridpipe.planning.profile import ModelProfile
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.search import search_sizes
 
+MEMORY_FACTOR = 3.0  # in units of the weights: centre, momentum and what is on its way, as under "diloco"
+
 
 @dataclass(frozen=True, slots=True)
 class GroupsForecast:
@@ -53,7 +55,8 @@ def forecast_groups(
         if number % count:
             raise ValueError(f"groups must divide the {number} {name}, got {count}")
     part = first_ranks(cluster, cluster.num_ranks // count)
-    plan = search_sizes(profile, part, minibatch // count, request)[0].plan
+    kept = replace(profile, state_factor=profile.state_factor + MEMORY_FACTOR)
+    plan = search_sizes(kept, part, minibatch // count, request)[0].plan
     seconds, sent = exchange(plan, profile, cluster, count)
     return GroupsForecast(count, every, plan, seconds, sent)
 

@@ -384,9 +384,8 @@ class Planner:
             cluster = replace(machines, memory_bytes=bytes_for_stages(self.memory))
             count = ceil_div(self._minibatch_size, self.microbatch_size)
             synced = partial(synchronised, layers=layers, together=self._rule.sync_batchnorm)
-            choice = choose_on_rank_0(
-                self._given, self._world, profile, cluster, count, self._request, synced
-            )
+            kept = replace(profile, state_factor=profile.state_factor + self._group.options.memory_factor)
+            choice = choose_on_rank_0(self._given, self._world, kept, cluster, count, self._request, synced)
         except NoPlanFits as error:  # the same on every rank
             raise NoPlanFits(f"{error}\n{least_left(self.memory)}") from None
         except ValueError as error:  # this, too

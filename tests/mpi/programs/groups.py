@@ -4,7 +4,8 @@ The one process is the few lines of `Reference`: each group's microbatches in or
 the rules as the papers write them (EASGD, equations 5 and 6; DiLoCo, algorithm 1; Streaming DiLoCo, equation
 3), in float64. Usage: groups.py PLAN... with plans such as 1, 2, 1-1, 2-1 or, with sharded updates, 2:2.
 --resume FOLDER: saves in the middle of an interval, resumes, and compares bit for bit instead.
---changed FOLDER: resumes with other numbers of groups. --refused: trains nothing.
+--changed FOLDER: resumes with other numbers of groups. --predicted: prints what they add to predicted
+memory. --refused: trains nothing.
 """
 
 import sys
@@ -216,6 +217,22 @@ def changed(folder: str) -> None:
         print(f"resumed with the centre; {told or 'as before'}", flush=True)
 
 
+def predicted() -> None:
+    """Print by rule what is added to the predicted memory of the first stage, in units of its weights."""
+    rank, peaks = MPI.COMM_WORLD.rank, {}
+    alone = {"world": MPI.COMM_WORLD.Split(rank // 2), "minibatch_size": MINIBATCH // COUNT}
+    for rule in ("none", "average", "diloco"):
+        options = GroupOptions(rule=rule, count=COUNT) if rule != "none" else GroupOptions()
+        given = alone if rule == "none" else {}
+        trainer = make_trainer(make_plan("1-1"), OPTIMIZERS["adamw"], options, predict=True, **given)
+        trainer.prepare(make_data())
+        weights = sum(p.nbytes for p in own_weights(trainer).values())
+        peaks[rule] = trainer.plan.predicted.peak_memory_bytes[0]
+        trainer.close()
+    if rank == 0:
+        print({rule: (peak - peaks["none"]) / weights for rule, peak in peaks.items()}, flush=True)
+
+
 class Endless(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(make_data())
@@ -245,6 +262,8 @@ if __name__ == "__main__":
     words = sys.argv[1:]
     if "--refused" in words:
         refused()
+    if "--predicted" in words:
+        predicted()
     if "--changed" in words:
         changed(words[words.index("--changed") + 1])
     folder = words[words.index("--resume") + 1] if "--resume" in words else None

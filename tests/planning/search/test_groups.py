@@ -6,6 +6,7 @@ from pytest import approx
 from hybridpipe.planning.cluster import Cluster, Level
 from hybridpipe.planning.request import PlanRequest
 from hybridpipe.planning.search.groups import first_ranks, forecast_groups
+from hybridpipe.planning.search.search import search_sizes
 from tests.planning.helpers import layer, model
 
 LAYERS = model(*[layer(1, 2, parameters=1000, output=10)] * 4)
@@ -25,6 +26,15 @@ def test_the_ranks_of_a_host_share_its_link():
     shared = Cluster((HOSTS.levels[0], Level("network", 4, 100.0, 0.5, shared_bandwidth=100.0)))
     found = forecast_groups(LAYERS, shared, 8, PlanRequest(), 2, 1)
     assert found.exchange_seconds == approx(2 * 0.5 + 4000 / 100)
+
+
+def test_each_rank_has_room_for_the_centre_its_momentum_and_what_travels():
+    """They are as large as the weights, of which each of two replicas has all."""
+    alone = search_sizes(LAYERS, Cluster(HOSTS.levels[:1]), 4, PlanRequest())[0].plan
+    found = forecast_groups(LAYERS, Cluster(HOSTS.levels), 8, PlanRequest(), 2, 1).plan
+    assert found.name == alone.name == "2"
+    peaks = zip(found.predicted.peak_memory_bytes, alone.predicted.peak_memory_bytes, strict=True)
+    assert {ours - before for ours, before in peaks} == {3 * 4000}
 
 
 def test_the_first_ranks_are_a_cluster():
