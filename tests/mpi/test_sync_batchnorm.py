@@ -35,3 +35,4 @@ def test_the_default_leaves_each_microbatch_to_itself(job):
 def test_any_plan_goes_on_with_what_replicas_normalised(job, tmp_path):
     done = job(4, "sync_batchnorm.py", "--resume", str(tmp_path), "2", "2", "2-1", "4", "2")
     assert done.stdout.count("resumed and saved") == 4
+    assert "sync_batchnorm: the training has '1', the checkpoint '2'" in done.stdout

@@ -194,7 +194,6 @@ SETTINGS = {
         "clip_grad_norm: the training has '0.5', the checkpoint 'None'",
     ),
     "compression": ({}, {"compression": "fp16"}, "compression: the training has"),
-    "BatchNorm": ({}, {"sync_batchnorm": 2}, "sync_batchnorm: the training has"),
     "an option of the loss": (
         {"loss": nn.CrossEntropyLoss()},
         {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},

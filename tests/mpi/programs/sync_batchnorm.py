@@ -17,6 +17,7 @@ from torch import nn
 
 from hybridpipe import Checkpointing, Plan, StageSpec, Trainer
 from hybridpipe.checkpoint.saved_model import SavedModel, find_checkpoint
+from hybridpipe.errors import UserError
 from hybridpipe.model.layers import layers_of
 from tests.mpi.programs.exactness import compare
 
@@ -243,6 +244,11 @@ def check_resumed(folder: Path, k: int, plans: list[str]) -> None:
                 expected = {key: expected[key] for key in expected if "running" not in key}
             apart = compare({key: before[key] for key in expected}, expected)
             print(f"{each}: resumed and saved, within {apart:.1e}", flush=True)
+    with contextlib.closing(make_trainer("resnet", make_plan("2", "resnet", 1, {}), 1)) as trainer:
+        try:
+            trainer.resume(folder)
+        except UserError as error:
+            print(error, flush=True)
 
 
 def check(name: str, k: int, label: str, plan: Plan) -> None:
