@@ -220,7 +220,7 @@ def settings(model: nn.Module, loss: Loss, rule: UpdateRule, groups: GroupOption
         "precision": repr(rule.precision),
         "sync_batchnorm": repr(rule.sync_batchnorm),
         "frozen parameters": ", ".join(frozen) or "none",
-        "groups": repr(groups) if groups.count > 1 else "none",
+        "groups": str(groups),
     }
 
 

@@ -36,6 +36,12 @@ def this_machine() -> str:
     return machine
 
 
+def group_prefix(env: Mapping[str, str] = os.environ) -> str:
+    """Return what lines of a group begin with that is a job of its own, such as "group 1: "; else nothing."""
+    launched = env.get(GROUP_OF_JOB)
+    return f"group {launched.split()[0]}: " if launched else ""
+
+
 def launched_rank(env: Mapping[str, str] = os.environ) -> int:
     """Return this process's rank from the launcher's variables, before MPI starts; 0 without a launcher."""
     return next((int(env[name]) for name in RANK_VARIABLES if name in env), 0)

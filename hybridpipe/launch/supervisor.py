@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hybridpipe import environment
 from hybridpipe.checkpoint.directory import checkpoints
 from hybridpipe.errors import UserError
 from hybridpipe.health import exit_report
@@ -383,4 +384,4 @@ def _how_to_go_on(options: LaunchOptions) -> str:
 
 
 def _say(what: str) -> None:
-    print(f"hybridpipe: {what}", file=sys.stderr, flush=True)
+    print(f"hybridpipe: {environment.group_prefix()}{what}", file=sys.stderr, flush=True)

@@ -83,7 +83,6 @@ class CheckpointManager:
     ) -> None:
         self._sizes, self._group, self._state, self._metrics = sizes, group, state, metrics
         self._world = group.world
-        self._group_minibatch = group.share_of("minibatch_size", sizes.minibatch_size)
         self._settings = settings
         self.limit_bytes: int | None = None  # of this process's memory; None: not limited
         self._callbacks: CallbackList | None = None  # of the last `fit`
@@ -138,7 +137,7 @@ class CheckpointManager:
     def save(self, worker: Worker, settings: Checkpointing, microbatch_size: int) -> Path:
         """Save the state between two steps, and return the checkpoint's path. Collective."""
         keeper = self.keeper(worker, settings, microbatch_size, anew=True)
-        keeper.finish(self._state.step, self._state.resume_point(self._group_minibatch))
+        keeper.finish(self._state.step, self._state.resume_point(self._sizes.minibatch_size))
         return Path(settings.folder) / name_of(self._state.step)
 
     def keeper(
@@ -304,7 +303,7 @@ class CheckpointManager:
                     notices.say(line)
         if self._metrics.has_reached_target:
             return 0
-        return max(0, epochs - self._state.complete_epochs(self._group_minibatch))
+        return max(0, epochs - self._state.complete_epochs(self._sizes.minibatch_size))
 
     def check_data(self, facts: Mapping[str, str]) -> None:
         """Compare the first data set after `find` with the checkpoint's.

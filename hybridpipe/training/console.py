@@ -49,7 +49,7 @@ class Console(Callback):
         if not self._speaks:
             return
         for line in lines:
-            timed = f"{time.strftime('%H:%M:%S')} {line}"
+            timed = f"{time.strftime('%H:%M:%S')} {environment.group_prefix()}{line}"
             if self._bar is None:
                 print(timed, file=sys.stderr, flush=True)
             else:

@@ -34,7 +34,7 @@ class Feed:
     """
 
     def __init__(self, group: TrainingGroup, minibatch_size: int, options: DataOptions) -> None:
-        self._world, self._seed, self._batch_size = group.everyone, options.seed, minibatch_size
+        self._world, self._seed, self._whole_size = group.everyone, options.seed, minibatch_size
         self._minibatch_size = group.share_of("minibatch_size", minibatch_size)
         self._group = group.index, group.options.count
         self._num_workers, self._collate_fn = options.num_workers, options.collate_fn
@@ -48,7 +48,7 @@ class Feed:
         Raises:
             TypeError, ValueError: as `source_of`, or an IterableDataset cannot be loaded ahead.
         """
-        source = self._source("dataset", dataset, self._batch_size)
+        source = self._source("dataset", dataset, self._whole_size)
         if source.is_iterable and self._group[1] > 1:
             raise UserError(
                 "dataset is an IterableDataset, whose samples have no index by which groups could deal them: "
@@ -87,6 +87,11 @@ class Feed:
         """
         return consistency.check_data_alike(self._world, name, source, self._seed)
 
+    def num_samples(self, source: Source) -> int | None:
+        """Return the number of samples in an epoch, of all groups; None where only the end shows it."""
+        own = source.num_samples(self._minibatch_size)
+        return None if own is None else own * self._group[1]
+
     def first(self, source: Source, microbatch_size: int) -> Minibatch:
         """Return the first minibatch of the data set's own order, the same on every rank."""
         return first_minibatch(source, self._minibatch_size, microbatch_size, self._seed)
@@ -105,14 +110,16 @@ class Feed:
         worker.expect_shapes(self._shapes_vary(worker, source))
         if source.is_iterable:
             progress = state.begin_epoch(None, shuffle=False)
-            done, total = progress.resume_point(self._minibatch_size)
+            done, total = progress.resume_point(self._whole_size)
             begin = Begin(progress.position, state.data_states.get(progress.position), is_end=done == total)
             reader = self._agreeing(worker, source, microbatch_size, epoch=state.epoch, begin=begin)
             state.data_states = reader.states
             return _noting_the_end(reader, progress)
+        if state.only_ends_epoch(self._whole_size) and not worker.plan.is_asynchronous:
+            return iter(())  # perhaps with other groups, to whom an epoch may be shorter by a few samples
         shuffle = shuffle if source.shuffle is None else source.shuffle
         microbatches = self._microbatches(source, microbatch_size, epoch=state.epoch, shuffle=shuffle)
-        progress = state.begin_epoch(len(microbatches.order), shuffle)
+        progress = state.begin_epoch(len(microbatches.order) * self._group[1], shuffle)
         loads = partial(worker.loads, begin=progress.position, stream_start=progress.stream_start)
         first = progress.stream_start if worker.plan.is_asynchronous else progress.position
         return islice(loaded(microbatches, loads, self._processes(source)), first, None)

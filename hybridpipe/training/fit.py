@@ -27,7 +27,7 @@ class FitLoop:
         state: the train state, kept up to date.
         metrics: takes records and the entries of the history.
         keeper: saves checkpoints; None for none.
-        minibatch_size: samples of a full minibatch.
+        minibatch_size: samples of a full minibatch, of all groups.
         batches: begins the next epoch, or continues one, and yields its minibatches.
         evaluate: returns metrics on held-out data, or None if a rank was asked to stop; None for no data.
         wanted: metrics that end the training once they are reached.

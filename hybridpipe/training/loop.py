@@ -60,7 +60,7 @@ class EpochLoop:
         worker: this rank's worker.
         metrics: takes the records.
         state: the train state, kept up to date; its `progress` must not be None.
-        minibatch_size: samples of a full minibatch.
+        minibatch_size: samples of a full minibatch, of all groups.
         keeper: saves checkpoints; None for none.
         breaks: breaks within the epoch.
     """
@@ -181,14 +181,17 @@ class EpochLoop:
             self._keeper.losses_in(self._progress.losses_in)
 
     def _keep_update(self, trained: Sequence[Minibatch], events: list[TimedEvent], seconds: float) -> None:
-        full = all(minibatch.num_samples == self._minibatch_size for minibatch in trained)
+        full = all(self._samples(minibatch) == self._minibatch_size for minibatch in trained)
         self._metrics.keep(events, seconds, full, len(trained))
+
+    def _samples(self, minibatch: Minibatch) -> int:
+        """Return the samples of a minibatch of all groups."""
+        return minibatch.num_samples * self._worker.group.options.count
 
     def _record(self, travelling: Travelling) -> MinibatchRecord:
         minibatch, sums, seconds, made = travelling
-        full = minibatch.num_samples == self._minibatch_size
-        loss = sums.total()
-        samples = minibatch.num_samples * self._worker.group.options.count
+        samples, loss = self._samples(minibatch), sums.total()
+        full = samples == self._minibatch_size
         record = self._metrics.note(self._state.epoch, loss.mean, samples, seconds, full, made)
         self._progress.note(loss)
         # Every rank learns of wishes with this record, and none has trained beyond this step.

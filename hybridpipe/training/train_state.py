@@ -22,8 +22,8 @@ class EpochProgress:
     """Progress within the current epoch.
 
     Args:
-        dataset_samples: samples of an epoch; with shuffle, seed and epoch they determine the order. 0 while
-            only the end of the epoch can tell.
+        dataset_samples: samples of an epoch, of all groups; with shuffle, seed and epoch they determine the
+            order. 0 while only the end of the epoch can tell.
         shuffle: True if the samples are shuffled.
         position: minibatches in this rank's weights.
         recorded: minibatches whose losses are in `loss_sum`.
@@ -170,8 +170,9 @@ class TrainState:
             self.data_states = {}
         elif (dataset_samples not in (None, begun.dataset_samples)) or begun.shuffle != shuffle:
             raise UserError(
-                f"epoch {self.epoch} was begun with {begun.dataset_samples} samples and shuffle = "
-                f"{begun.shuffle}, and cannot continue with {dataset_samples} and {shuffle}"
+                f"epoch {self.epoch + 1} was begun with {begun.dataset_samples} samples and shuffle = "
+                f"{begun.shuffle}, and cannot continue with {dataset_samples} and {shuffle}: give it the "
+                "same data and groups, or resume where an epoch ends"
             )
         return begun
 

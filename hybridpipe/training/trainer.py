@@ -144,7 +144,6 @@ class Trainer(TrainerView):
         self._watchdog = watch(self.world, hang_timeout)  # from here on ranks wait for each other
         self._console = Console(self.group, verbose)
         rule, device, say = self.rule, self.device, self._console.say
-        self._group_minibatch = self.group.share_of("minibatch_size", minibatch_size)
         self._planner = Planner(
             wanted,
             model,
@@ -153,7 +152,7 @@ class Trainer(TrainerView):
             rule,
             self.group,
             device,
-            self._group_minibatch,
+            self.group.share_of("minibatch_size", minibatch_size),
             microbatch_size,
             say,
         )
@@ -207,7 +206,7 @@ class Trainer(TrainerView):
         samples = sum(minibatch.sizes) * self.group.options.count
         full, made = samples == self.minibatch_size, worker.executor.update.made
         self.metrics.keep(events, seconds, full)
-        epoch = state.complete_epochs(self._group_minibatch)
+        epoch = state.complete_epochs(self.minibatch_size)
         return self.metrics.note(epoch, loss, samples, seconds, full, made).loss
 
     @contextmanager
@@ -302,13 +301,13 @@ class Trainer(TrainerView):
                 valid.warn_if_in_evaluation_mode(self.model)
             self.worker.zero_grad()
             noting = [] if on_minibatch is None else [OnMinibatch(on_minibatch)]
-            samples = dataset.num_samples(self._group_minibatch)
-            steps = self.state.last_step(epochs, samples, self._group_minibatch, max_steps)
+            samples = self._feed.num_samples(dataset)
+            steps = self.state.last_step(epochs, samples, self.minibatch_size, max_steps)
             run = Run(self, self._save, epochs, steps)
             callbacks = CallbackList([*self._callbacks, *noting, self._console], run)
             keeper = self._checkpoints.begin_fit(self.worker, checkpoint, self.microbatch_size, callbacks)
             validate = None if validation is None else partial(self._evaluate, validation, may_stop=True)
-            state, size = self.state, self._group_minibatch
+            state, size = self.state, self.minibatch_size
             batches = partial(self._feed.epoch, self.worker, dataset, self.microbatch_size, shuffle, state)
             self._fitting = FitLoop(
                 self.worker, state, self.metrics, keeper, size, batches, validate, wanted, callbacks, breaks

@@ -40,7 +40,6 @@ class TrainerView:
     state: TrainState
     metrics: Metrics
     rule: UpdateRule
-    _group_minibatch: int  # samples of a minibatch that each group trains on
     _planner: Planner
     _checkpoints: CheckpointManager
     _worker: Worker | None
@@ -65,7 +64,7 @@ class TrainerView:
     @property
     def epoch(self) -> int:
         """Complete epochs."""
-        return self.state.complete_epochs(self._group_minibatch)
+        return self.state.complete_epochs(self.minibatch_size)
 
     @property
     def stopped(self) -> bool:

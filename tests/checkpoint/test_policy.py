@@ -287,7 +287,7 @@ def test_other_data_cannot_go_on_with_an_epoch(make, data, tmp_path):
     make().fit(data, checkpoint=Checkpointing(tmp_path, every=3))
     trainer = make()
     trainer.resume(tmp_path / "step-00000003", allow_changed=True)
-    with pytest.raises(UserError, match=r"^epoch 0 was begun with 37 samples and shuffle = True, and cannot"):
+    with pytest.raises(UserError, match=r"^epoch 1 was begun with 37 samples and shuffle = True, and cannot"):
         trainer.fit(TensorDataset(*data[:30]))
 
 

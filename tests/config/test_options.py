@@ -10,6 +10,7 @@ from hybridpipe import Plan, StageSpec, Trainer
 from hybridpipe.config.options import (
     SINGLE,
     DataOptions,
+    GroupOptions,
     PlanOptions,
     RankOptions,
     UpdateOptions,
@@ -111,3 +112,27 @@ def test_a_misspelt_keyword_is_told_with_the_one_that_was_meant():
         Trainer(None, loss=None, optimizer=None, minibatch_size=1, callback=[])
     with pytest.raises(TypeError, match=r"'clip_gradnorm' \(did you mean 'clip_grad_norm'\?"):
         hybridpipe.UpdateOptions(clip_gradnorm=1.0)
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ({"rule": "median"}, "rule must be "),
+        ({"every": 0}, "every must be "),
+        ({"every": 2, "fragments": 3}, "fragments must be <= every = 2, got 3"),
+        ({"every": 2, "delay": 2}, "delay must be < every = 2, got 2"),
+        ({"moving_rate": 0.3}, "moving_rate goes with rule = 'elastic', got rule = 'diloco'"),
+        ({"rule": "average", "outer_lr": 0.3}, "outer_lr goes with rule = 'diloco', got rule = 'average'"),
+        ({"rule": "elastic", "delay": 1}, "delay goes with rule = 'diloco', got rule = 'elastic'"),
+        ({"mixing": 0.3}, "mixing goes with delay > 0, got delay = 0"),
+    ],
+)
+def test_options_of_groups_that_would_do_nothing_are_refused(given, told):
+    with pytest.raises(ValueError, match=f"^{told}"):
+        GroupOptions(count=2, **given)
+
+
+def test_groups_say_what_was_chosen():
+    """A line that compares two trainings' groups was cut off before what differed."""
+    assert str(GroupOptions(count=2, outer_lr=0.5)) == "count = 2, outer_lr = 0.5"
+    assert str(GroupOptions()) == "none"

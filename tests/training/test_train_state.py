@@ -76,7 +76,7 @@ def test_an_epoch_that_was_begun_goes_on_with_the_same_samples_only():
     state = TrainState(epoch=3, progress=begun())
     assert state.begin_epoch(44, True) is state.progress
     for samples, shuffle in ((45, True), (44, False)):
-        with pytest.raises(UserError, match=r"^epoch 3 was begun with 44 samples and shuffle = True, and "):
+        with pytest.raises(UserError, match=r"^epoch 4 was begun with 44 samples and shuffle = True, and "):
             state.begin_epoch(samples, shuffle)
     state.progress = EpochProgress(44, True)  # nothing of it is trained yet
     assert state.begin_epoch(45, False) == EpochProgress(45, False)

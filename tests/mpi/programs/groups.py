@@ -190,11 +190,11 @@ def resume(name: str, kind: str, rule: dict, folder: str) -> None:
         print(f"{name} {kind} {' '.join(map(str, rule.values()))}: resumed bit for bit", flush=True)
 
 
-def changed(folder: str) -> None:
-    """Resume two groups' training without groups, and that with groups again."""
+def changed(folder: str, steps: int) -> None:
+    """Resume two groups' training without groups, and that with groups again; train to the end of epoch 2."""
     options, sgd, data = GroupOptions(count=COUNT, every=2, rule="elastic"), OPTIMIZERS["sgd"], make_data()
     two = make_trainer(make_plan("1-1"), sgd, options)
-    two.fit(data, max_steps=5, checkpoint=Checkpointing(folder))
+    two.fit(data, max_steps=steps, checkpoint=Checkpointing(folder))
     state = two.full_state_dict()
     two.close()
     for groups in (GroupOptions(), options):
@@ -210,11 +210,13 @@ def changed(folder: str) -> None:
             other.resume(folder, allow_changed=True)
         found = other.full_state_dict()
         assert found is None or all(torch.equal(found[key], state[key]) for key in state)
+        other.fit(data, 1)
+        assert (other.epoch, other.step) == (2, 10), (other.epoch, other.step)
         other.close()
     if two.world.rank == 0:
         saved = SavedModel(find_checkpoint(Path(folder))[0])
         assert all(torch.equal(saved.read(key), state[key]) for key in state)
-        print(f"resumed with the centre; {told or 'as before'}", flush=True)
+        print(f"resumed with the centre after {steps}; {told or 'as before'}", flush=True)
 
 
 def predicted() -> None:
@@ -265,7 +267,8 @@ if __name__ == "__main__":
     if "--predicted" in words:
         predicted()
     if "--changed" in words:
-        changed(words[words.index("--changed") + 1])
+        for steps in (5, 7):  # at the end of an epoch, and within one
+            changed(f"{words[words.index('--changed') + 1]}/{steps}", steps)
     folder = words[words.index("--resume") + 1] if "--resume" in words else None
     plans = [word for word in words if word[0].isdecimal()]
     for number, (plan, kind, rule) in enumerate((p, k, r) for p in plans for k in OPTIMIZERS for r in RULES):
