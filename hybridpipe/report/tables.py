@@ -223,11 +223,11 @@ def groups_line(groups: GroupsForecast, plan: Plan) -> str:
     """Say what groups would take, beside a plan on all ranks."""
     own = groups.plan.predicted
     assert own is not None
-    exchange = f"{duration(groups.exchange_seconds)} for {size(groups.exchanged_bytes)} / {groups.every}"
+    exchange = f"{duration(groups.exchange_seconds)} / {groups.every} for {size(groups.exchanged_bytes)}"
     return (
         f"{groups.count} groups of plan {short_name(groups.plan)}, every {groups.every} minibatches: "
         f"{duration(groups.minibatch_seconds)} a minibatch ({duration(own.minibatch_seconds)} + {exchange}), "
-        f"where {short_name(plan)} takes {duration(seconds_of(plan))}; "
+        f"where plan {short_name(plan)} on all ranks takes {duration(seconds_of(plan))}; "
         "groups learn otherwise (docs/guide/groups.md)"
     )
 

@@ -51,7 +51,7 @@ def forecast_groups(
     Raises:
         ValueError: the groups do not divide ranks or minibatch, or no plan fits (`search_sizes`).
     """
-    for name, number in (("ranks", cluster.num_ranks), ("samples of a minibatch", minibatch)):
+    for name, number in (("ranks of the cluster", cluster.num_ranks), ("samples of a minibatch", minibatch)):
         if number % count:
             raise ValueError(f"groups must divide the {number} {name}, got {count}")
     part = first_ranks(cluster, cluster.num_ranks // count)

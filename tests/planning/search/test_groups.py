@@ -43,7 +43,7 @@ def test_the_first_ranks_are_a_cluster():
 
 
 @pytest.mark.parametrize(
-    "count, minibatch, told", [(3, 9, "the 4 ranks"), (2, 9, "the 9 samples of a minibatch")]
+    "count, minibatch, told", [(3, 9, "the 4 ranks of the cluster"), (2, 9, "the 9 samples of a minibatch")]
 )
 def test_groups_that_do_not_divide_are_refused(count, minibatch, told):
     with pytest.raises(ValueError, match=f"groups must divide {told}, got {count}"):
