@@ -13,7 +13,7 @@ from hybridpipe import Trainer
 PACKAGE = Path(importlib.util.find_spec("hybridpipe").origin).parent
 SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
-MOST_OF_A_FILE, MOST_OF_ALL = 400, 34_178  # lines of code
+MOST_OF_A_FILE, MOST_OF_ALL = 400, 34_164  # lines of code
 MOST_ARGUMENTS = 14  # of Trainer
 
 

@@ -151,6 +151,10 @@ class DataOptions:
             raise TypeError(f"collate_fn must be a function of a list of samples, got {self.collate_fn!r}")
 
 
+# Options of [groups] that one rule alone uses.
+_RULE_OF = {"moving_rate": "elastic", "outer_lr": "diloco", "outer_momentum": "diloco", "delay": "diloco"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
     """Groups that each train a copy of the model and exchange weights now and then: the table [groups].
@@ -205,30 +209,18 @@ class GroupOptions:
         non_negative_int("delay", self.delay)
         if self.delay >= self.every:
             raise ValueError(f"delay must be < every = {self.every}, got {self.delay}")
-        for name, rule in _OF_RULE.items():
-            if name in self.given and self.rule != rule:
+        given = {each.name for each in fields(self) if getattr(self, each.name) != each.default}
+        for name, rule in _RULE_OF.items():
+            if name in given and self.rule != rule:
                 raise ValueError(f"{name} goes with rule = {rule!r}, got rule = {self.rule!r}")
-        if "mixing" in self.given and not self.delay:
+        if "mixing" in given and not self.delay:
             raise ValueError("mixing goes with delay > 0, got delay = 0")
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Options other than the defaults, by name."""
-        values = ((each, getattr(self, each.name)) for each in fields(self))
-        return {each.name: value for each, value in values if value != each.default}
-
-    def __str__(self) -> str:
-        given = ", ".join(f"{name} = {value}" for name, value in self.given.items())
-        return given if self.count > 1 else "none"
 
     @property
     def memory_factor(self) -> float:
         """Memory in units of the weights: centre, the momentum of "diloco", and a fragment on its way."""
         kept = 2 if self.rule == "diloco" else 1
         return 0.0 if self.count == 1 else kept + 1 / self.fragments
-
-
-_OF_RULE = {"moving_rate": "elastic", "outer_lr": "diloco", "outer_momentum": "diloco", "delay": "diloco"}
 
 
 @dataclass(frozen=True, kw_only=True)

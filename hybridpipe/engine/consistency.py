@@ -9,7 +9,7 @@ import os
 import platform
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from types import CellType, CodeType
 from typing import Any
@@ -211,6 +211,7 @@ def settings(model: nn.Module, loss: Loss, rule: UpdateRule, groups: GroupOption
     `optimizer_per_stage` is none: it allows what a plan would refuse, and each start asks for it again.
     """
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    of_groups = asdict(groups) if groups.count > 1 else {"count": 1}
     return {
         "loss": callable_text(loss, with_code=True),
         "clip_grad_norm": repr(rule.clip_grad_norm),
@@ -220,7 +221,7 @@ def settings(model: nn.Module, loss: Loss, rule: UpdateRule, groups: GroupOption
         "precision": repr(rule.precision),
         "sync_batchnorm": repr(rule.sync_batchnorm),
         "frozen parameters": ", ".join(frozen) or "none",
-        "groups": str(groups),
+        **{f"groups.{name}": repr(value) for name, value in of_groups.items()},
     }
 
 

@@ -39,7 +39,7 @@ def synchronised(plan: Plan, layers: Layers, together: int) -> Plan:
         stage = layers.stage(spec.start, spec.stop)
         found = _together(stage.module, spec, together, f"stage {s} of plan {plan.name}")
         if together == 1 < found:
-            given = f"nn.SyncBatchNorm normalises all replicas of stage {s} together"
+            given = "nn.SyncBatchNorm normalises all replicas of a stage together"
         if spec.sync_batchnorm not in (1, found):
             raise ValueError(
                 f"stages[{s}].sync_batchnorm must be {found}, as {given}, got {spec.sync_batchnorm}"

@@ -45,9 +45,8 @@ class Centre:
         self._parameters = [p for p in parameters if p.is_floating_point() or p.is_complex()]
         self._options, self.sums = options, sums
         self._thread = ThreadPoolExecutor(1, "hybridpipe-groups")  # one, so that exchanges stay in order
-        self._travelling: dict[
-            int, tuple[list[Tensor], Future[Tensor]]
-        ] = {}  # sums on their way, by fragment
+        # Sums on their way, by fragment.
+        self._travelling: dict[int, tuple[list[Tensor], Future[Tensor]]] = {}
         self._kept: dict[Tensor, Kept] = {}
         self.reset()
 

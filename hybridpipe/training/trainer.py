@@ -145,16 +145,7 @@ class Trainer(TrainerView):
         self._console = Console(self.group, verbose)
         rule, device, say = self.rule, self.device, self._console.say
         self._planner = Planner(
-            wanted,
-            model,
-            numbers,
-            loss,
-            rule,
-            self.group,
-            device,
-            self.group.share_of("minibatch_size", minibatch_size),
-            microbatch_size,
-            say,
+            wanted, model, numbers, loss, rule, self.group, device, minibatch_size, microbatch_size, say
         )
         self._begin_state()
         if not self._planner.waits:

@@ -130,9 +130,3 @@ def test_a_misspelt_keyword_is_told_with_the_one_that_was_meant():
 def test_options_of_groups_that_would_do_nothing_are_refused(given, told):
     with pytest.raises(ValueError, match=f"^{told}"):
         GroupOptions(count=2, **given)
-
-
-def test_groups_say_what_was_chosen():
-    """A line that compares two trainings' groups was cut off before what differed."""
-    assert str(GroupOptions(count=2, outer_lr=0.5)) == "count = 2, outer_lr = 0.5"
-    assert str(GroupOptions()) == "none"

@@ -262,7 +262,17 @@ def test_settings_name_what_is_frozen():
     model[0].bias.requires_grad_(False)
     found = settings(model, nn.functional.mse_loss, rule, GroupOptions())
     assert found["frozen parameters"] == "0.bias" and found["clip_grad_norm"] == "1.5"
-    assert found["groups"] == "none"
+    assert {name for name in found if name.startswith("groups.")} == {"groups.count"}
+
+
+def test_settings_name_each_option_of_groups():
+    """A line that compared all at once was cut off before what differed."""
+    rule, model = UpdateRule(torch.optim.SGD), nn.Linear(2, 3)
+    one, other = (
+        settings(model, nn.functional.mse_loss, rule, GroupOptions(count=2, outer_lr=rate))
+        for rate in (0.5, 0.6)
+    )
+    assert {name: one[name] for name in one if one[name] != other[name]} == {"groups.outer_lr": "0.5"}
 
 
 def test_a_callable_is_told_by_its_code_and_what_it_closes_over():

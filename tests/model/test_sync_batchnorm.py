@@ -95,7 +95,7 @@ def test_a_plan_without_batchnorm_stays_the_same_object():
             model(nn.SyncBatchNorm),
             1,
             "stages[0].sync_batchnorm must be 1 under pipedream-2bw, got 2: it goes with 1f1b, gpipe, "
-            "zero-bubble; nn.SyncBatchNorm normalises all replicas of stage 0 together",
+            "zero-bubble; nn.SyncBatchNorm normalises all replicas of a stage together",
         ),
         (
             plan(2, schedule="pipedream-2bw"),

@@ -38,7 +38,7 @@ def test_another_number_of_groups_begins_with_the_centre(job, tmp_path):
     It was refused where an epoch ends, since what had counted were one group's samples.
     """
     printed = job(4, "groups.py", "--changed", str(tmp_path)).stdout
-    assert "resuming with changed settings: groups: the training has 'none'" in printed
+    assert "resuming with changed settings: groups.count: the training has '1', the checkpoint '2'" in printed
     assert all(f"resumed with the centre after {steps}; as before" in printed for steps in (5, 7))
 
 
@@ -74,6 +74,7 @@ def test_a_group_that_is_killed_comes_back_and_the_centre_is_the_formulas(tmp_pa
         check=False,
     )
     assert done.returncode == 0, done.stdout
+    assert "hybridpipe: group 1: attempt 0: " in done.stdout
     assert "group 1 is lost; 1 go on" in done.stdout and "group 1 is back" in done.stdout
     for rank in range(2):
 

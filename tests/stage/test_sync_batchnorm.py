@@ -178,9 +178,10 @@ def test_a_single_value_is_refused_in_torchs_own_words():
 
 
 def test_evaluation_is_not_summed():
-    each = replicas(norms().double().eval(), 2, 2)
-    together(each, [0, 1], batches(2, 2))
-    assert "sum" not in each[0].sums.calls
+    each = replicas(norms().double().eval(), 2, 4)
+    for first in (0, 2):
+        together(each, [first, first + 1], batches(2, 2))
+    assert each[0].sums.calls == ["from first"]  # that the first forward has ended
 
 
 class Skipping(nn.Module):

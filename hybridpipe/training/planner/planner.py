@@ -103,7 +103,7 @@ class Planner:
         rule: optimizer and settings of updates.
         group: the ranks to plan for; all groups have the plan of the first.
         device: of this rank.
-        minibatch_size: samples of a minibatch, of those that the group trains on.
+        minibatch_size: samples of a minibatch, of which the group trains on its part.
         microbatch_size: samples of a microbatch; None for a default or, with "auto", the best of several.
         say: called with lines about what is measured.
 
@@ -135,7 +135,8 @@ class Planner:
         self._layers: Layers | None = known_layers(model, rule.arithmetic)  # None before a recording
         self._predicts = request.predict or memory is not None
         self._memory_bytes = None if memory is None else memory_bytes("memory", memory)
-        self._world, self._device, self._minibatch_size = world, device, minibatch_size
+        self._world, self._device = world, device
+        self._minibatch_size = group.share_of("minibatch_size", minibatch_size)
         self._sync = options.ranks.sync
         if self._sync != AUTO_SYNC:
             _ = self.backends  # refused now if it cannot be used
@@ -152,9 +153,9 @@ class Planner:
             validate_plan(given)
             self.microbatch_size = self._fitting(given, microbatch_size)
         else:
-            self.microbatch_size = microbatch_size or ceil_div(minibatch_size, world.size)
+            self.microbatch_size = microbatch_size or ceil_div(self._minibatch_size, world.size)
             if microbatch_size is None and given == AUTO:
-                self._smaller_sizes = parts_of(self.microbatch_size, minibatch_size)
+                self._smaller_sizes = parts_of(self.microbatch_size, self._minibatch_size)
 
     @property
     def plan(self) -> Plan | None:
@@ -395,7 +396,8 @@ class Planner:
                 notices.tell(f"the plan runs as given, without a prediction: {error}")
             return None
         self._cluster = machines  # for a second search
-        return replace(choice, machines=machines)
+        measured = replace(choice.profile, state_factor=profile.state_factor)  # which groups add nothing to
+        return replace(choice, profile=measured, machines=machines)
 
     def _fitting(self, plan: Plan, microbatch_size: int | None = None) -> int:
         """Return the plan's microbatch size; ValueError if the plan does not fit."""

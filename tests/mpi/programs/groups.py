@@ -229,6 +229,8 @@ def predicted() -> None:
         trainer = make_trainer(make_plan("1-1"), OPTIMIZERS["adamw"], options, predict=True, **given)
         trainer.prepare(make_data())
         weights = sum(p.nbytes for p in own_weights(trainer).values())
+        if rank == 0:  # what profile.json has is the optimizer's alone
+            assert 1.9 < trainer.choice.profile.state_factor < 2.5, trainer.choice.profile.state_factor
         peaks[rule] = trainer.plan.predicted.peak_memory_bytes[0]
         trainer.close()
     if rank == 0:
